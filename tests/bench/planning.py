@@ -91,7 +91,7 @@ def write_hashes(path: Path, num_records: int) -> None:
 
 def find_duplicates(path: Path) -> int:
     """Find duplicates and ambiguous ids among the hashes of all records, as the end of prepare does."""
-    return int(Ids.of(np.fromfile(path, HASH_FIELDS)).duplicates.sum())
+    return int(Ids.from_hashes(np.fromfile(path, HASH_FIELDS)).duplicates.sum())
 
 
 def plan_match(path: Path) -> int:

@@ -266,9 +266,9 @@ def test_splits_by_name_and_pattern(tmp_path):
         make("Aishell-1", tmp_path / "b", splits=("valid",))
 
 
-@pytest.mark.parametrize(("of_words", "lines"), [(False, "UBORT"), (True, ["B", "OUT", "R", "U"])])
-def test_the_vocabulary_is_that_of_the_training_split(of_words, lines, tmp_path):
-    make("AN4", tmp_path, vocabulary=str(tmp_path / "vocab.txt"), of_words=of_words)
+@pytest.mark.parametrize(("word_vocabulary", "lines"), [(False, "UBORT"), (True, ["B", "OUT", "R", "U"])])
+def test_the_vocabulary_is_that_of_the_training_split(word_vocabulary, lines, tmp_path):
+    make("AN4", tmp_path, vocabulary=str(tmp_path / "vocab.txt"), word_vocabulary=word_vocabulary)
     assert (tmp_path / "vocab.txt").read_text().split() == list(lines)
 
 

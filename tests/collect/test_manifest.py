@@ -190,7 +190,7 @@ def test_the_bytes_do_not_depend_on_workers(long_manifest, tmp_path):
     made = []
     for workers in (1, 3):
         folder = tmp_path / str(workers)
-        options = {"workers": workers, "vocabulary": str(folder / "words.txt"), "of_words": True}
+        options = {"workers": workers, "vocabulary": str(folder / "words.txt"), "word_vocabulary": True}
         assert len(make(long_manifest, output=folder / "m.json", **options)) == 2400
         made.append({path.name: path.read_bytes() for path in folder.iterdir()})
     assert made[0].keys() == {"m.json", "m.info.yaml", "m.rejects.jsonl", "words.txt"}

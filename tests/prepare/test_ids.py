@@ -127,7 +127,7 @@ def kept_of(segments):
                 Segment(source, path, offset, seconds, False), "", "", recording_id=recording_id(path), cut_id=cut
             )
         )
-    found = Ids.of(np.array([hash_utterance(utterance) for utterance in utterances], dtype=HASH_FIELDS))
+    found = Ids.from_hashes(np.array([hash_utterance(utterance) for utterance in utterances], dtype=HASH_FIELDS))
     kept = []
     for number, (utterance, segment) in enumerate(zip(utterances, segments, strict=True)):
         if not found.duplicates[number]:

@@ -111,7 +111,7 @@ def test_another_alignment_is_named_at_the_end(words, recording, tmp_path):
     prepared = run_prepare(config_for(tmp_path, [source], match=None))
     assert [(one.text, "_alignment" in one.custom) for one in prepared.kept] == [("good day", False)] * 2
     outside = "an alignment outside its segment or in an unknown format"
-    assert prepared.result.totals.notes == [f"2 records have {outside}, which the dataset does not take"]
+    assert prepared.result.totals.notes == [f"2 records have {outside}, which the dataset does not store"]
 
 
 def test_what_is_not_carried_is_counted_and_named(recording, tmp_path):
@@ -142,7 +142,7 @@ def test_what_is_not_carried_is_counted_and_named(recording, tmp_path):
     done = run_sharmill("run", config)
     for count, name in ((2, "tokens"), (1, "features"), (1, "several values of take"), (1, "several values of text"),
                         (1, "video")):  # fmt: skip
-        assert f"prepare: {count} records have {name}, which the dataset does not take\n" in done.stdout
+        assert f"prepare: {count} records have {name}, which the dataset does not store\n" in done.stdout
 
 
 def test_parts_and_exports_of_a_dataset_keep_alignments(tmp_path):

@@ -251,7 +251,7 @@ BAD = [
     ("kaldi", "wav.scp", b"utt001 .*", b"utt001 raw.ark:1712", "unreadable_audio", "Kaldi archive", 1),
     ("kaldi", "wav.scp", b"utt001 .*", b"utt001", "missing_audio", "no path for 'utt001'", 1),
     ("kaldi", "text", b"utt001 .*", b"utt001 a\nutt001 b", "malformed", "2 different lines for 'utt001'", 1),
-    ("kaldi", "segments", b"^", LINES % b"a b", "malformed", "no numbers", 1),
+    ("kaldi", "segments", b"^", LINES % b"a b", "malformed", "not numbers", 1),
     ("kaldi", "segments", b"^", LINES % b"0.5", "malformed", "start and end", 1),
     ("kaldi", "segments", b"^", LINES % b"0 nan", "malformed", "not finite", 1),
     ("kaldi", "segments", b"^", LINES % b"0 9", "duration_mismatch", "ends at 9 s", 1),
@@ -294,7 +294,7 @@ def test_texts_in_an_unnamed_encoding_are_rejected(form, make, tmp_path):
     entry = make(form)
     change(tmp_path / "input" / TEXTS[form], b"text 1", b"t\xfcxt 1")
     prepared = run_prepare(config_for(tmp_path / "utf-8", [entry]))
-    assert [(reject["reason"], "set encoding" in reject["detail"]) for reject in prepared.rejects] == [
+    assert [(reject["reason"], "set the key encoding" in reject["detail"]) for reject in prepared.rejects] == [
         ("malformed", True)
     ]
     prepared = run_prepare(config_for(tmp_path / "latin-1", [entry | {"encoding": "latin-1"}]))
@@ -372,14 +372,14 @@ WRONG_KEYS = [
     ("webdataset", {"tars": "ftp://host/{0..9}.tar"}, "bad_config_value", "must begin with"),
     ("webdataset", {"tars": "s3://bucket/*.tar"}, "bad_config_value", "use a range"),
     ("nemo", {"manifest": "https://me:secret@host/m.json"}, "bad_config_value", "password"),
-    ("wenet_raw", {"key_pattern": "("}, "bad_config_value", "no regular"),
+    ("wenet_raw", {"key_pattern": "("}, "bad_config_value", "not a valid regular"),
     ("wenet_raw", {"key_pattern": "a"}, "bad_config_value", "needs a named group"),
     ("wenet_raw", {"data_type": "shard"}, "bad_manifest", "data_type: raw"),
     ("wenet_shards", {"data_type": "raw"}, "bad_manifest", "data_type: shard"),
     ("wenet_shards", {"audio_root": "/usr"}, "missing_input", ""),
     ("parquet", {"audio": "audoi"}, "unknown_key", "did you mean 'audio'"),
     ("parquet", {"columns": {"text": "sentences"}}, "unknown_key", "did you mean 'sentence'"),
-    ("parquet", {"columns": {"text": "audio"}}, "bad_config_value", "not texts"),
+    ("parquet", {"columns": {"text": "audio"}}, "bad_config_value", "not text"),
     (
         "parquet",
         {"columns": {"audio_filepath": "sentence"}},

@@ -9,7 +9,7 @@ from support.project import raises, write_config, write_tone
 from support.sources import read
 
 from sharmill.errors import ConfigError
-from sharmill.sources import Unreadable
+from sharmill.sources import UnreadableRecord
 from sharmill.sources.annotated import AnnotatedSource
 from sharmill.sources.stretches import Stretch, find_overlaps
 from sharmill.sources.textgrid import parse_textgrid
@@ -94,7 +94,7 @@ def annotated(tmp_path):
 def brief(rows):
     return [
         row.reason
-        if isinstance(row, Unreadable)
+        if isinstance(row, UnreadableRecord)
         else (row["audio_filepath"], row["offset"], row["duration"], row.get("speaker"), row.get("text"))
         for row in rows
     ]
@@ -304,17 +304,21 @@ def test_annotations_become_records(form, files, keys, expected, size, annotated
 @pytest.mark.parametrize(
     ("form", "data", "says"),
     [
-        ("rttm", "SPEAKER m 1 x 2.00 <NA> <NA> anna <NA> <NA>\n", "no SPEAKER"),
-        ("rttm", "SPEAKER m 1 nan 2.00 <NA> <NA> anna <NA> <NA>\n", "no SPEAKER"),
-        ("rttm", "SPEAKER m 1\n", "no SPEAKER"),
+        ("rttm", "SPEAKER m 1 x 2.00 <NA> <NA> anna <NA> <NA>\n", "not a SPEAKER"),
+        ("rttm", "SPEAKER m 1 nan 2.00 <NA> <NA> anna <NA> <NA>\n", "not a SPEAKER"),
+        ("rttm", "SPEAKER m 1\n", "not a SPEAKER"),
         ("ctm", "m 1 0.5\n", "not a CTM entry"),
         ("ctm", "m 1 inf 1 yes\n", "not a CTM entry"),
         ("textgrid", "no grid at all", "cut off"),
-        ("textgrid", '"ooTextFile" "Pitch" 0 1', "no TextGrid"),
+        ("textgrid", '"ooTextFile" "Pitch" 0 1', "not a TextGrid"),
         ("textgrid", LONG_TEXTGRID[:-200], "cut off"),
         ("textgrid", SHORT_TEXTGRID.replace("1.5", '"1.5"'), "text in place"),
         ("textgrid", SHORT_TEXTGRID.replace('"TextTier"', '"Tier"'), "'Tier'"),
-        ("textgrid", SHORT_TEXTGRID.encode("latin-1").replace(b"yes", b"s\xed"), "not utf-8; set encoding"),
+        (
+            "textgrid",
+            SHORT_TEXTGRID.encode("latin-1").replace(b"yes", b"s\xed"),
+            "not valid utf-8; set the key encoding",
+        ),
         ("audacity", "0.5 1.5 with blanks\n", "no label"),
         ("srt", "WEBVTT\n", "has no times"),
         ("ami", "<root/>", "not an AMI words file"),

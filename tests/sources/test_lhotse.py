@@ -7,7 +7,7 @@ import math
 import pytest
 from support.sources import read, read_raw
 
-from sharmill.sources import Unreadable, notes_of, record_text
+from sharmill.sources import UnreadableRecord, notes_of, record_text
 from sharmill.sources.lhotse import LhotseSource
 
 
@@ -69,7 +69,7 @@ def joined(tmp_path):
 
 def reason(source):
     (row,) = read(source)
-    assert isinstance(row, Unreadable), row
+    assert isinstance(row, UnreadableRecord), row
     return row.reason, row.detail
 
 
@@ -138,7 +138,7 @@ MARK = {"_skipme": True}
 )
 def test_marks_of_cuts_and_supervisions_are_obeyed(line, split, cuts):
     rows = read(cuts(line, split=split))
-    assert isinstance(rows[0], Unreadable)
+    assert isinstance(rows[0], UnreadableRecord)
     assert rows[0].reason == "skipped"
     assert [row["utterance_id"] for row in rows[1:]] == ["b"] * (len(rows) - 1)
 
@@ -150,7 +150,7 @@ def test_pieces_divide_cuts(size, name, cuts):
     lines = [cut(*said[:3]), b"{}", cut(), b"no", cut(*said, type="MixedCut"), cut(*said)]
     source = cuts(*lines, name=name, split=True)
     rows = read(source, size)
-    assert [row.reason if isinstance(row, Unreadable) else row["utterance_id"] for row in rows] == [
+    assert [row.reason if isinstance(row, UnreadableRecord) else row["utterance_id"] for row in rows] == [
         "0", "1", "2", "malformed", "c", "malformed", *["unsupported_cut"] * 5, "0", "1", "2", "3", "4",
     ]  # fmt: skip
     assert max(piece.num_records for piece in source.pieces(size)) <= size
@@ -226,7 +226,9 @@ CHANNELS = [
 @pytest.mark.parametrize(("line", "chosen", "expected"), CHANNELS)
 def test_channels(line, chosen, expected, cuts):
     rows = read(cuts(line, channel=chosen, split=True))
-    found = [row.reason if isinstance(row, Unreadable) else (row["audio_filepath"], row.get("channel")) for row in rows]
+    found = [
+        row.reason if isinstance(row, UnreadableRecord) else (row["audio_filepath"], row.get("channel")) for row in rows
+    ]
     assert found == expected
 
 
@@ -236,7 +238,7 @@ def test_texts_are_those_of_the_chosen_channel(chosen, text, cuts):
     said = [supervision(name, start, 1.0, channel=channels[name]) for start, name in enumerate(channels)]
     (raw,) = read_raw(cuts(cut(*said, **BOTH | OF_TWO), channel=chosen))
     named = (
-        [] if chosen == "downmix" else ["records have supervisions of other channels, which the dataset does not take"]
+        [] if chosen == "downmix" else ["records have supervisions of other channels, which the dataset does not store"]
     )
     assert (json.loads(record_text(raw))["text"], list(notes_of(raw))) == (text, named)
 

@@ -27,7 +27,7 @@ from sharmill.audio.segments import SegmentReader
 from sharmill.errors import ConfigError
 from sharmill.shar import open_shar
 from sharmill.shar.items import ItemTable
-from sharmill.sources import Described, Unreadable
+from sharmill.sources import DescribedRecord, UnreadableRecord
 from sharmill.sources.lhotse_shar import LhotseSharSource
 
 
@@ -148,7 +148,7 @@ def test_the_published_layout():
 
 
 def reasons(source):
-    return [raw.reason if isinstance(raw, Unreadable) else "ok" for raw in read_raw(source)]
+    return [raw.reason if isinstance(raw, UnreadableRecord) else "ok" for raw in read_raw(source)]
 
 
 class TestDamage:
@@ -164,7 +164,7 @@ class TestDamage:
         start, size = ItemTable(tar).place(2)
         tar.write_bytes(tar.read_bytes()[: start + size // 2])
         found = read_raw(source_of(lhotse_shar))
-        assert [isinstance(raw, Described) for raw in found] == [True, True, True, False, True]
+        assert [isinstance(raw, DescribedRecord) for raw in found] == [True, True, True, False, True]
         assert "cut off" in found[3].detail
         assert json.loads(found[3].record)["audio_filepath"] == "recording.000001.tar/cut.3"
 

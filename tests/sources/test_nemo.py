@@ -173,7 +173,7 @@ MEMBERS = [
     # Segments are named by -sub.
     ([("0a.flac", b"0"), ("0b.flac", b"1")], ["0a.flac", "0a-sub1.flac", "0a-sub12.flac", "0b.flac", "0a-sub3"],
      [*[("audio_0.tar/0a.flac", b"0")] * 3, ("audio_0.tar/0b.flac", b"1"),
-      ("missing_audio", "the archive audio_0.tar has no member '0a' that is a file")]),
+      ("missing_audio", "the archive audio_0.tar has no file named '0a'")]),
     ([("0a.flac", b"0"), ("0a-sub1.flac", b"1")], ["0a-sub1.flac", "0a-sub2.flac"],
      [("audio_0.tar/0a-sub1.flac", b"1"), ("audio_0.tar/0a.flac", b"0")]),
     # The last one is rejected by prepare as outside_root.
@@ -183,7 +183,7 @@ MEMBERS = [
       ("audio_0.tar/../c.flac", b"3")]),
     ([("a.flac", b"1"), ("b.flac", "a.flac"), ("c.flac", "./b.flac"), ("d.flac", "e.flac")], ["c.flac", "d.flac"],
      [("audio_0.tar/c.flac", b"1"),
-      ("missing_audio", "the archive audio_0.tar has no member 'd.flac' that is a file")]),
+      ("missing_audio", "the archive audio_0.tar has no file named 'd.flac'")]),
 ]  # fmt: skip
 
 

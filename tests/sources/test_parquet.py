@@ -16,7 +16,7 @@ from sharmill.audio.roots import AudioRoots
 from sharmill.audio.segments import SegmentReader
 from sharmill.errors import ConfigError, RejectRecord
 from sharmill.manifest import Member
-from sharmill.sources import Described, Unreadable, record_text
+from sharmill.sources import DescribedRecord, UnreadableRecord, record_text
 from sharmill.sources.parquet import ParquetSource
 
 AUDIO = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
@@ -139,8 +139,14 @@ class TestRecords:
                  {"bytes": b"", "path": "b.wav"}]  # fmt: skip
         rows = pa.table({"audio": pa.array(audio, AUDIO), "text": ["a", None, "c", "d", "e"]})
         found = read(source_of(write(rows, tmp_path / "t.any", form)))
-        assert [type(raw) for raw in found] == [Unreadable, Described, bytes, Unreadable, Described]
-        assert [raw.reason for raw in found if isinstance(raw, Unreadable)] == ["missing_audio"] * 2
+        assert [type(raw) for raw in found] == [
+            UnreadableRecord,
+            DescribedRecord,
+            bytes,
+            UnreadableRecord,
+            DescribedRecord,
+        ]
+        assert [raw.reason for raw in found if isinstance(raw, UnreadableRecord)] == ["missing_audio"] * 2
         assert [json.loads(record_text(raw)) for raw in found] == [
             {"audio_filepath": "t.any#0", "text": "a"},
             {"audio_filepath": "t.any#1"},
@@ -272,7 +278,7 @@ class TestDamage:
         source = source_of(path)
         source.check()
         found = read(source)
-        assert [type(raw) for raw in found] == [Described] * 3 + [Unreadable] * 3 + [Described]
+        assert [type(raw) for raw in found] == [DescribedRecord] * 3 + [UnreadableRecord] * 3 + [DescribedRecord]
         assert {raw.reason for raw in found[3:6]} == {"unreadable_audio"}
         assert json.loads(found[4].record)["text"] == "text 4"
 
@@ -280,7 +286,7 @@ class TestDamage:
         latin = pa.array(["gr\xfcn".encode("latin-1"), b"fine", None]).view(pa.string())
         rows = pa.table({"audio": table["audio"].combine_chunks()[:3], "text": latin})
         found = read(source_of(write(rows, tmp_path / "t.parquet")))
-        assert [type(raw) for raw in found] == [Unreadable, Described, Described]
+        assert [type(raw) for raw in found] == [UnreadableRecord, DescribedRecord, DescribedRecord]
         assert (found[0].reason, "text" in found[0].detail) == ("malformed", True)
 
     def test_of_a_row_that_changed_is_noticed(self, table, tmp_path):

@@ -13,7 +13,7 @@ import json
 from dataclasses import dataclass
 from typing import ClassVar
 
-from sharmill.sources import FileSource, Piece, Unreadable
+from sharmill.sources import FileSource, Piece, UnreadableRecord
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +37,7 @@ class SpokenSource(FileSource):
             try:
                 path, speaker, text = line.split(self.mark)
             except ValueError:
-                yield Unreadable("malformed", "the line has not three parts", line)
+                yield UnreadableRecord("malformed", "the line has not three parts", line)
                 continue
             yield json.dumps({"audio_filepath": path, "speaker": speaker, "text": text}).encode()
 '''

@@ -13,7 +13,7 @@ from support.project import raises, write_config as write_small_config
 from support.sources import PACKED, pack, read
 
 from sharmill.errors import ConfigError
-from sharmill.sources import Unreadable
+from sharmill.sources import UnreadableRecord
 from sharmill.sources.table import TableSource
 
 
@@ -159,7 +159,7 @@ def test_compressed_tables_are_read_once(end, table):
         ("file|text\n", {"columns": {"audio_filepath": "file"}}, "unknown_key", ["'|'", "delimiter"]),
         ("audio_filepath,txt\n", {"columns": {"text": "text"}}, "unknown_key", ["columns.text", "did you mean 'txt'"]),
         ("id,text\n", {"audio": "{idd}.wav"}, "unknown_key", ["{idd}.wav", "did you mean 'id'"]),
-        ("sep=;\naudio_filepath;text\n", {}, "bad_config_value", ["says sep=;", "set delimiter"]),
+        ("sep=;\naudio_filepath;text\n", {}, "bad_config_value", ["is sep=;", "set delimiter"]),
         ("a,a\n", {}, "bad_config_value", ["a, a"]),
         ("a,,b\n", {}, "bad_config_value", ["first row"]),
         ("", {}, "bad_manifest", ["is empty"]),
@@ -186,7 +186,7 @@ SWALLOWED = [
 @pytest.mark.parametrize(("content", "expected"), SWALLOWED)
 def test_a_quote_that_is_a_letter_takes_no_rows_along(content, expected, size, table):
     rows = read(table("audio_filepath,text,up\n" + content), size)
-    assert [row.reason if isinstance(row, Unreadable) else row["audio_filepath"] for row in rows] == expected
+    assert [row.reason if isinstance(row, UnreadableRecord) else row["audio_filepath"] for row in rows] == expected
     assert "quotes" in rows[0].detail or "unexpected end" in rows[0].detail
     assert rows[0].record == content.splitlines()[0]
 

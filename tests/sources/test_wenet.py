@@ -5,13 +5,13 @@ import os
 from support import sources
 from support.project import write_lines
 
-from sharmill.sources import Unreadable
+from sharmill.sources import UnreadableRecord
 from sharmill.sources.tars import WenetSource
 
 
 def read(made):
     found = sources.read(made, 2)
-    return [(row.reason, row.detail) if isinstance(row, Unreadable) else row for row in found]
+    return [(row.reason, row.detail) if isinstance(row, UnreadableRecord) else row for row in found]
 
 
 def raw(tmp_path, lines, **keys):

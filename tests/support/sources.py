@@ -17,7 +17,7 @@ from typing import Any
 
 import soundfile as sf
 
-from sharmill.sources import Described, RawRecord, Source, Unreadable, record_text
+from sharmill.sources import DescribedRecord, RawRecord, Source, UnreadableRecord, record_text
 from support.project import voice, write_lines
 
 Record = dict[str, Any]
@@ -257,17 +257,17 @@ def read_raw(source: Source, size: int = 100) -> list[RawRecord]:
 def read(source: Source, size: int = 100) -> list[Any]:
     """The records as objects, and those that cannot be read."""
     rows = read_raw(source, size)
-    return [row if isinstance(row, Unreadable) else json.loads(record_text(row)) for row in rows]
+    return [row if isinstance(row, UnreadableRecord) else json.loads(record_text(row)) for row in rows]
 
 
 def contents(source: Source, folder: Path, size: int = 2) -> list[Any]:
     """The records of what lies in containers below a folder, with their bytes under "audio"; else (reason, detail)."""
     found: list[Any] = []
     for raw in read_raw(source, size):
-        if isinstance(raw, Unreadable):
+        if isinstance(raw, UnreadableRecord):
             found.append((raw.reason, raw.detail))
         else:
-            assert isinstance(raw, Described)
+            assert isinstance(raw, DescribedRecord)
             place, data = raw.member, (folder / raw.member.container).read_bytes()
             found.append(json.loads(raw.record) | {"audio": data[place.start : place.start + place.size]})
     return found

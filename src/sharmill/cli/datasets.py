@@ -404,7 +404,7 @@ def manifest(sources: tuple[str, ...], output: str, workers: int | Literal["auto
     recipe_options |= {"remove_noises": True} if given["remove_noises"] else {}
     options = ManifestOptions(
         audio_root=given["audio_root"], corpus=given["corpus"], vocabulary=given["vocabulary"],
-        of_words=given["vocabulary_of"] == "words", splits=given["splits"], force=force,
+        word_vocabulary=given["vocabulary_of"] == "words", splits=given["splits"], force=force,
         recipe_options=recipe_options, keys=_source_keys(given), download=given["download"],
         min_segment=given["min_segment"],
     )  # fmt: skip

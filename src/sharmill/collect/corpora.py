@@ -28,7 +28,7 @@ _ALIASES: Final = {
 }
 
 
-def _parts_of_libritts(directory: Path) -> dict[str, Any]:
+def _existing_libritts_parts(directory: Path) -> dict[str, Any]:
     """Return the existing parts of LibriTTS, because by default the recipe requires all of them."""
     found = [name for name in _LIBRI_PARTS if (directory / name).is_dir()]
     if not found:
@@ -61,7 +61,7 @@ class Corpus:
     read: Callable[..., dict[str, Any]] | None = field(default=None, compare=False)
 
 
-_libritts = partial(Corpus, language="en", adapt=_parts_of_libritts, parts=_LIBRI_PARTS)
+_libritts = partial(Corpus, language="en", adapt=_existing_libritts_parts, parts=_LIBRI_PARTS)
 # Keys are the names of lhotse's recipes.
 CORPORA: Final = {
     corpus.recipe: corpus

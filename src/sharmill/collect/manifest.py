@@ -13,7 +13,7 @@ import msgspec
 
 from sharmill.audio.files import choose_channel, probe
 from sharmill.audio.roots import AudioRoots
-from sharmill.collect.recipes import RECIPE_LOG, Found, run_recipe
+from sharmill.collect.recipes import RECIPE_LOG, RecipeResult, run_recipe
 from sharmill.engine.executor import Listener
 from sharmill.engine.rejects import describe_rejects
 from sharmill.engine.run import merge_files
@@ -65,7 +65,7 @@ class ManifestOptions:
         min_segment: join its utterances until they last this many seconds.
         download: have lhotse download it into the folder first.
         vocabulary: path for the vocabulary of the texts, or None.
-        of_words: True for a vocabulary of words rather than characters.
+        word_vocabulary: True for a vocabulary of words rather than characters.
         force: replace an existing manifest, its companion files and the vocabulary.
     """
 
@@ -77,7 +77,7 @@ class ManifestOptions:
     min_segment: float | None = None
     download: bool = False
     vocabulary: str | None = None
-    of_words: bool = False
+    word_vocabulary: bool = False
     force: bool = False
 
 
@@ -219,7 +219,7 @@ class ManifestStage(Stage):
         """Return the inputs to read; the splits of a corpus are in ``folder``, the folder of the plan."""
         if self.options.corpus is None:
             return [Input(source, "", {}) for source in self.given]
-        found = load_record(folder / _FOUND, Found)
+        found = load_record(folder / _FOUND, RecipeResult)
         keys = {entry.name: getattr(self.given[0], entry.name) for entry in fields(Source) if entry.name != "type"}
         keys["dataset"] = keys["dataset"] or found.dataset
         inputs = []
@@ -338,7 +338,7 @@ class Completion(Processor):
                     "of_several_channels": channels > 1 and "channel" not in record,
                 })  # fmt: skip
                 words = record.get("text", "").split()
-                vocabulary.update(words if self._options.of_words else "".join(words))
+                vocabulary.update(words if self._options.word_vocabulary else "".join(words))
             advance(1.0)
         part = f"parts/{unit.index:06d}"
         write_lines(staging.path(f"{part}.jsonl"), lines)

@@ -39,7 +39,7 @@ RECIPE_LOG: Final = "recipe.log"
 
 
 @dataclass(frozen=True)
-class Found:
+class RecipeResult:
     """The result of a recipe.
 
     Attributes:
@@ -56,7 +56,7 @@ class Found:
 def run_recipe(
     name: str, directory: Path, options: dict[str, Any], splits: tuple[str, ...], folder: Path, *,
     min_segment: float | None = None, download: bool = False,
-) -> Found:  # fmt: skip
+) -> RecipeResult:  # fmt: skip
     """Run the recipe of a corpus in a separate process.
 
     Args:
@@ -87,7 +87,7 @@ def run_recipe(
 def _run_recipe(
     name: str, directory: Path, options: dict[str, Any], splits: tuple[str, ...], folder: Path,
     min_segment: float | None, download: bool,
-) -> Found:  # fmt: skip
+) -> RecipeResult:  # fmt: skip
     # Forked children of a recipe inherit the header reader that is installed in this process.
     multiprocessing.set_start_method("fork", force=True)
     # Recipes warn about files that they leave out; their progress bars are useful only in a terminal.
@@ -118,7 +118,7 @@ def _run_recipe(
                 code="bad_manifest",
             ) from error
     defaults = {"speaker": corpus.speaker, "language": corpus.language}
-    return Found(
+    return RecipeResult(
         corpus.dataset,
         {key: value for key, value in defaults.items() if value is not None},
         {split: files for split, files in written.items() if files},
@@ -128,7 +128,7 @@ def _run_recipe(
 def _call_recipe(
     corpus: Corpus, directory: Path, options: dict[str, Any], scratch: Path, downloads: tuple[str, ...] | None
 ) -> Any:
-    """Return what the recipe makes; with ``downloads``, splits or none for all, of what is downloaded first."""
+    """Return the result of a recipe, after downloading the splits in ``downloads``: all if it is empty, none if None."""
     recipe = corpus.read or _find_function("prepare", corpus.recipe)
     download = None if downloads is None else _find_function("download", corpus.recipe)
     if corpus.read is None:

@@ -26,7 +26,7 @@ from typing import Any, Final, Generic, NamedTuple, TypeVar
 from sharmill.errors import DeviceError, UnitFailed
 from sharmill.files.forks import ForkedProcess, ForkServer, end_with_server
 from sharmill.files.host import describe_exit
-from sharmill.files.messages import Line, RemoteTraceback, anonymous_file, portable
+from sharmill.files.messages import PipeEnd, RemoteTraceback, anonymous_file, portable
 
 Task = TypeVar("Task")
 Result = TypeVar("Result")
@@ -117,7 +117,7 @@ class _Feeder:
     """
 
     process: ForkedProcess
-    line: Line
+    line: PipeEnd
     board: memoryview
     bundles: deque[list[_Request]] = field(default_factory=deque)
     num_answered: int = 0
@@ -267,7 +267,7 @@ class Feeders(Generic[Task, Result]):
             try:
                 board = _map_board(file)
                 process = ForkedProcess(self._server, _feed, (its, _Inherited(file), do), "sharmill-feeder")
-                return _Feeder(process, Line(pipe, board[2:]), board)
+                return _Feeder(process, PipeEnd(pipe, board[2:]), board)
             finally:
                 os.close(file)
                 its.close()
@@ -419,7 +419,7 @@ def _feed(pipe: Connection, file: int, pickled: bytes) -> None:
     end_with_server()
     do = pickle.loads(pickled)
     board = _map_board(file)
-    line = Line(pipe, board[2:])
+    line = PipeEnd(pipe, board[2:])
     started = time.process_time()
 
     def answer(parts: list[_Part], current: int | None, failure: tuple[Exception | None, str] = (None, "")) -> None:

@@ -127,7 +127,7 @@ class Cache:
                     # If something other than a file is in its place, the file is fetched again.
                     with suppress(FileNotFoundError, ConfigError):
                         copy = _hold(path, open_stored(path))
-                    if copy and os.fstat(copy.stream.fileno()).st_size == _about(path).size:
+                    if copy and os.fstat(copy.stream.fileno()).st_size == _read_version(path).size:
                         return copy
                     # The lock on an incomplete copy is held until the new copy has replaced it.
                     with stopping_errors(path):
@@ -147,9 +147,9 @@ class Cache:
         path = self.path_of(url)
         with disk_errors(path.parent, PUT_BACK):
             self._require_trusted_owner(path)
-            if _about(path).tag not in ("", _tag(found)):
+            if _read_version(path).tag not in ("", _tag(found)):
                 # Only the version is removed, since the copy itself may be in use.
-                _path_about(path).unlink(missing_ok=True)
+                _version_path(path).unlink(missing_ok=True)
         return found
 
     def _require_trusted_owner(self, path: Path) -> None:
@@ -187,8 +187,8 @@ class Cache:
         return self.folder / name[:3] / f"{name}{extensions[0] if extensions else ''}"
 
     def _fetch(self, url: str, xxh3: str, path: Path, max_bytes: float) -> Copy:
-        aside = temp_path(path)
-        stream = aside.open("x+b")
+        temp = temp_path(path)
+        stream = temp.open("x+b")
         try:
             _lock(stream, fcntl.LOCK_SH)
             # The source may require credentials, so the copy is readable only for users with access to the folder.
@@ -197,7 +197,7 @@ class Cache:
             def download(client: Client) -> Version:
                 stream.seek(0)
                 stream.truncate()
-                return client.download(url, stream, aside, min(max_bytes, self.max_bytes))
+                return client.download(url, stream, temp, min(max_bytes, self.max_bytes))
 
             try:
                 version: Version = self.ask(url, download)
@@ -212,21 +212,21 @@ class Cache:
                 raise
             stream.flush()
             os.fsync(stream.fileno())
-            if xxh3 and checksum(aside) != xxh3:
+            if xxh3 and checksum(temp) != xxh3:
                 raise RejectRecord("unreadable_audio", f"{url} does not have the checksum of the dataset's index")
-            size = aside.stat().st_size
+            size = temp.stat().st_size
             self._make_room(size, path)
             # The modification time depends only on the version, so fetching the same version elsewhere gives the same
             # time.
             os.utime(stream.fileno(), ns=(time.time_ns(), int(_tag(version), 16) >> 4))
-            aside.replace(path)
-            write_atomic(_path_about(path), msgspec.json.encode(Version(size, _tag(version))))
+            temp.replace(path)
+            write_atomic(_version_path(path), msgspec.json.encode(Version(size, _tag(version))))
             return _hold(path, stream)
         except BaseException:
             stream.close()
             raise
         finally:
-            aside.unlink(missing_ok=True)
+            temp.unlink(missing_ok=True)
 
     def _make_room(self, size: int, new: Path) -> None:
         """Evict copies if this process has added so much that a new copy may exceed the limit."""
@@ -284,13 +284,13 @@ def _lock(stream: BinaryIO, kind: int) -> None:
         ) from error
 
 
-def _path_about(path: Path) -> Path:
+def _version_path(path: Path) -> Path:
     return path.with_name(f"about-{path.name}")
 
 
-def _about(path: Path) -> Version:
+def _read_version(path: Path) -> Version:
     """Return the recorded size and version tag of a copy; if they cannot be read, a version that matches no file."""
-    with suppress(OSError, ConfigError, *NOT_JSON), open_stored(_path_about(path)) as stream:
+    with suppress(OSError, ConfigError, *NOT_JSON), open_stored(_version_path(path)) as stream:
         return msgspec.json.decode(stream.read(1 << 10), type=Version)
     return Version(-1, "")
 
@@ -324,7 +324,7 @@ def _evict(path: Path) -> bool:
             fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
             # Another file may have replaced it before it was locked.
             if os.path.samestat(os.fstat(stream.fileno()), path.lstat()):
-                _path_about(path).unlink(missing_ok=True)
+                _version_path(path).unlink(missing_ok=True)
                 path.unlink()
     except OSError:
         return False  # it is in use, belongs to another user, or is no longer a file

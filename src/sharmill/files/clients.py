@@ -19,7 +19,7 @@ from urllib.parse import urljoin, urlsplit
 from tenacity import Retrying, stop_after_attempt
 
 from sharmill.errors import ConfigError, RejectRecord, hide_secrets
-from sharmill.files.pace import SECONDS, AnswerPace, check_size, in_time, keep_pace
+from sharmill.files.pace import SECONDS, AnswerPace, check_size, limit_response_times, run_in_time
 
 if TYPE_CHECKING:
     import requests
@@ -162,7 +162,7 @@ def _session(process: int) -> requests.Session:
     session = requests.Session()
     # requests would read a redirect's whole body, and parse its target unchecked.
     session.get_redirect_target = lambda resp: None  # type: ignore[method-assign]
-    keep_pace(session, FETCHES_AT_ONCE)
+    limit_response_times(session, FETCHES_AT_ONCE)
     # This log message contains the whole URL, whose query may be a signature.
     logging.getLogger("urllib3.connection").addFilter(lambda record: "Failed to parse" not in str(record.msg))
     # Request the stored bytes without compression for the transfer.
@@ -221,7 +221,7 @@ class BucketClient(StoreClient):
         """Return the result of an fsspec method, which must keep the pace."""
         from fsspec.asyn import sync
 
-        return sync(files.loop, in_time, pace, getattr(files, name)(*args, **options))
+        return sync(files.loop, run_in_time, pace, getattr(files, name)(*args, **options))
 
     def version(self, url: str) -> Version:
         info = self._wait(AnswerPace(), self._files(url), "_info", url)
@@ -293,5 +293,5 @@ def _aistore(endpoint: str, process: int) -> Any:
 
     once = RetryConfig(http_retry=Retry(0), network_retry=Retrying(stop=stop_after_attempt(1), reraise=True))
     client = SdkClient(endpoint, timeout=(_CONNECT_SECONDS, SECONDS), retry_config=once)
-    keep_pace(client.bucket("any").client.session_manager.session, FETCHES_AT_ONCE)
+    limit_response_times(client.bucket("any").client.session_manager.session, FETCHES_AT_ONCE)
     return client

@@ -102,17 +102,17 @@ class RemoteLocation:
 
     def read_head(self, size: int) -> bytes:
         """Return the first bytes without copying the file."""
-        with self._refused():
+        with self._raise_os_errors():
             return self.cache.ask(self.url, lambda client: client.read(self.url, 0, size))
 
     def version(self) -> Version:
         """Return the server's current version; a copy of another version is fetched again."""
-        with self._refused():
+        with self._raise_os_errors():
             return self.cache.refresh(self.url)
 
     def fetch(self) -> Path:
         """Return the path of the copy, as ``local``, but raise an OSError if the server does not provide the file."""
-        with self._refused():
+        with self._raise_os_errors():
             return self.local()
 
     def local(self) -> Path:
@@ -120,7 +120,7 @@ class RemoteLocation:
         return self.cache.get(self.url, self.xxh3, self.max_bytes)
 
     @contextmanager
-    def _refused(self) -> Iterator[None]:
+    def _raise_os_errors(self) -> Iterator[None]:
         try:
             yield
         except RejectRecord as reject:

@@ -33,7 +33,7 @@ _KEPT_STEP: Final = 1 << 20
 # Arrays start at multiples of this, so that all elements are aligned.
 _ALIGNMENT: Final = 64
 # Number that marks a file that is not reused.
-_ONCE: Final = -1
+_NOT_REUSED: Final = -1
 
 _libc: Final = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
@@ -42,7 +42,7 @@ _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 _MAP_FAILED: Final = ctypes.c_void_p(-1).value
 
 
-class Line:
+class PipeEnd:
     """One end of a pipe.
 
     Received arrays are read-only views of files that both ends keep and reuse, since creating and mapping the pages of
@@ -86,7 +86,7 @@ class Line:
         parts = [memoryview(pickled), *(array.raw() for array in arrays)]
         sizes = [part.nbytes for part in parts]
         if sum(sizes) <= _MOST_IN_PIPE:
-            self.pipe.send_bytes(pickle.dumps((sizes, [bytes(part) for part in parts], _ONCE, False)))
+            self.pipe.send_bytes(pickle.dumps((sizes, [bytes(part) for part in parts], _NOT_REUSED, False)))
             return
         file, number, is_new = self._find_file(_end(sizes), keep)
         try:
@@ -95,7 +95,7 @@ class Line:
                     written = os.pwrite(file, part, start)
                     part, start = part[written:], start + written
         except BaseException:
-            if number != _ONCE:
+            if number != _NOT_REUSED:
                 self._forget_file(number)
             raise
         else:
@@ -103,7 +103,7 @@ class Line:
             if is_new:
                 self._send_file(file, wait)
         finally:
-            if number == _ONCE:
+            if number == _NOT_REUSED:
                 os.close(file)
 
     def receive(self) -> Any:
@@ -119,7 +119,7 @@ class Line:
             # All arrays of this message are views of a new array, which therefore lives exactly as long as they do.
             whole = np.frombuffer(memoryview(mapped), np.uint8)
             whole.flags.writeable = False
-            if number != _ONCE:
+            if number != _NOT_REUSED:
                 self._read[number] = mapped
                 weakref.finalize(whole, self._in_use.__setitem__, number, 0).atexit = False
             parts = [whole[start : start + size] for start, size in zip(_starts(sizes), sizes, strict=True)]
@@ -127,11 +127,11 @@ class Line:
 
     def _find_file(self, size: int, keep: bool) -> tuple[int, int, bool]:
         """Return a file of at least ``size`` bytes, its number, and True if the other end does not have it yet."""
-        number = _ONCE
+        number = _NOT_REUSED
         if keep and size <= _MOST_KEPT:
             number = self._in_use[:_MOST_FILES].tobytes().find(0)
-        if number == _ONCE:
-            return anonymous_file(size, on_disk=keep), _ONCE, True
+        if number == _NOT_REUSED:
+            return anonymous_file(size, on_disk=keep), _NOT_REUSED, True
         is_new = number >= len(self._written) or self._written[number][1] < size
         if is_new:
             size = -(-size // _KEPT_STEP) * _KEPT_STEP

@@ -80,7 +80,7 @@ class AnswerPace:
             self._left = time.monotonic()
 
 
-async def in_time(pace: AnswerPace, coroutine: Coroutine[Any, Any, Any]) -> Any:
+async def run_in_time(pace: AnswerPace, coroutine: Coroutine[Any, Any, Any]) -> Any:
     """Return the result of an fsspec coroutine; cancel it with a TimeoutError if it does not keep the pace."""
     task = asyncio.ensure_future(coroutine)
     try:
@@ -110,7 +110,7 @@ class _Response(HTTPResponse):
         raw.readinto = readinto
 
 
-def keep_pace(session: requests.Session, connections: int) -> None:
+def limit_response_times(session: requests.Session, connections: int) -> None:
     """Limit the time of all responses to a session, also through proxies; keep ``connections`` open for reuse."""
     from requests.adapters import HTTPAdapter
 

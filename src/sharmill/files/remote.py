@@ -77,7 +77,7 @@ def request(url: str, call: Callable[[Any], Any], origins: Collection[str] = ())
     tries = Retrying(retry=retry_if_exception_type(PassingError), stop=stop, wait=_wait, reraise=True)
 
     def attempt() -> Any:
-        with _translated(url):
+        with _translate_errors(url):
             return call(client)
 
     try:
@@ -87,7 +87,7 @@ def request(url: str, call: Callable[[Any], Any], origins: Collection[str] = ())
 
 
 @contextmanager
-def _translated(url: str) -> Iterator[None]:
+def _translate_errors(url: str) -> Iterator[None]:
     """Translate errors of the clients' libraries into the errors of ``request``, or into a PassingError.
 
     Causes are not shown, because they contain the whole URL, whose password or query may be secret.
@@ -110,10 +110,10 @@ def _translated(url: str) -> Iterator[None]:
     except FileExistsError:
         raise
     except (OSError, ValueError, LookupError, *map(resolve_name, _ERRORS.get(urlsplit(url).scheme, ()))) as error:
-        raise _explained(url, error) from None
+        raise _explain_error(url, error) from None
 
 
-def _explained(url: str, error: Exception) -> Exception:
+def _explain_error(url: str, error: Exception) -> Exception:
     """Return the translation of an error of an object store's client, by its class and status."""
     kind = type(error).__name__
     codes = [getattr(error, name, None) for name in ("status_code", "status", "code")]

@@ -45,7 +45,7 @@ from sharmill.pilot.calibration import AudioFormat, Calibration, RejectShare, Si
 from sharmill.prepare.check import PrepareConfig, RecordCheck, parse_record
 from sharmill.prepare.stage import PrepareStage, make_check, pieces_of
 from sharmill.rates import StageRate, measure_rates
-from sharmill.sources import Described, Piece, RawRecord
+from sharmill.sources import DescribedRecord, Piece, RawRecord
 from sharmill.stages.inputs import segment_roots
 from sharmill.stages.lines import leave_manifest
 from sharmill.stages.speaker_key import is_doubtful, make_speaker_key
@@ -187,7 +187,7 @@ def _read_rows(config: Config, pieces: list[tuple[int, Piece]], rows: list[int])
 
 
 def _decode(raw: RawRecord) -> tuple[dict[str, Any], Any]:
-    return parse_record(raw), raw.member if isinstance(raw, Described) else None
+    return parse_record(raw), raw.member if isinstance(raw, DescribedRecord) else None
 
 
 def run_pilot(

@@ -38,7 +38,7 @@ from sharmill.manifest import (
 )
 from sharmill.shar.manifests import plain_value
 from sharmill.shar.reading.safety import find_forbidden
-from sharmill.sources import RawRecord, Source, Unreadable, record_text
+from sharmill.sources import RawRecord, Source, UnreadableRecord, record_text
 from sharmill.sources.files import decode_object
 from sharmill.sources.nemo import skip_mark
 from sharmill.sources.speakers import NO_SPEAKER, SpeakerRule, is_missing, names_no_language
@@ -85,7 +85,7 @@ class PrepareConfig(StageSection):
     duration_tolerance: NotNegative = 0.1
     """Largest accepted difference between the duration in the manifest and in the audio header, in seconds."""
     require_text: bool = True
-    """Reject records without text. ``false`` keeps untranscribed speech."""
+    """Reject records without text; ``false`` keeps untranscribed speech."""
     filters: dict[str, str] = field(default_factory=dict)
     """Comparisons of manifest keys with numbers, such as ``{cer: "<= 0.03", bandwidth: ">= 8000"}``. Other records are
     rejected."""
@@ -302,7 +302,7 @@ def parse_record(raw: RawRecord) -> dict[str, Any]:
     Raises:
         RejectRecord: ``malformed``, or the source's reason if it could not read the record.
     """
-    if isinstance(raw, Unreadable):
+    if isinstance(raw, UnreadableRecord):
         raise RejectRecord(raw.reason, raw.detail)
     line = record_text(raw)
     if len(line) > MAX_RECORD_BYTES:

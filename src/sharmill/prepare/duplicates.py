@@ -51,7 +51,7 @@ class Ids:
     cuts: frozenset[int]
 
     @classmethod
-    def of(cls, hashes: np.ndarray) -> "Ids":
+    def from_hashes(cls, hashes: np.ndarray) -> "Ids":
         """Find duplicates and ambiguous ids in rows (N,) of ``HASH_FIELDS``."""
         segment = find_first(*hashes["segment"].T)
         recordings = _has_several(hashes["recording"], hashes["file"])
@@ -109,16 +109,16 @@ class KnownRecords:
 
     def __init__(self, directory: Path) -> None:
         files = [directory / shard.fields[CUTS].file for shard in ShardedDataset(directory).shards()]
-        hashes = (number for file in files for _, one in read_utterances(file) for number in _known_by(one))
+        hashes = (number for file in files for _, one in read_utterances(file) for number in _origin_hashes(one))
         # The last entry is a sentinel for values beyond all others.
         self._hashes = np.append(np.unique(np.fromiter(hashes, np.uint64)), np.uint64(0))
 
     def __contains__(self, utterance: Utterance) -> bool:
-        wanted = np.array(_known_by(utterance), np.uint64)
+        wanted = np.array(_origin_hashes(utterance), np.uint64)
         return bool((self._hashes[np.searchsorted(self._hashes[:-1], wanted)] == wanted).any())
 
 
-def _known_by(utterance: Utterance) -> tuple[int, int]:
+def _origin_hashes(utterance: Utterance) -> tuple[int, int]:
     segment = utterance.segment
     text = f"{segment.audio_filepath}\n{segment.channel}\n{segment.offset!r}\n{segment.duration!r}"
     return hash_text(text), hash_text(utterance.cut_id)

@@ -33,7 +33,7 @@ from sharmill.prefetch import prefetch
 from sharmill.prepare.check import PrepareConfig, RecordCheck, parse_filters, parse_record
 from sharmill.prepare.duplicates import HASH_FIELDS, Ids, KnownRecords, hash_utterance
 from sharmill.prepare.hours import HoursTable
-from sharmill.sources import Described, Piece, RawRecord, Source, notes_of, record_text
+from sharmill.sources import DescribedRecord, Piece, RawRecord, Source, notes_of, record_text
 from sharmill.stages.inputs import identify_roots, manifest_stem
 from sharmill.stages.lines import FIRST_OF_GROUP, LINE, finish_manifest, merge_columns, number_groups, write_part
 from sharmill.stages.speaker_key import SpeakerKey, key_of, make_speaker_key
@@ -109,7 +109,7 @@ class PrepareStage(Stage):
         columns |= {FIRST_OF_GROUP: number_groups(columns["group"]), "stats": run.run_dir.stats}
         return finish_manifest(run, manifest, columns, result, duration_tolerance=run.settings.duration_tolerance)
 
-    def _merge(self, run: StageRun, manifest: Path, hours: HoursTable) -> "Merged":
+    def _merge(self, run: StageRun, manifest: Path, hours: HoursTable) -> "MergeResult":
         """Write the prepared manifest, and append rejects for duplicates and for records that the dataset already has.
 
         Args:
@@ -121,10 +121,10 @@ class PrepareStage(Stage):
             parts.append(rows[list(HASH_FIELDS.names or ())].astype(HASH_FIELDS))
             hours.add(decode_stored(path, rest, HoursTable))
         hashes = np.concatenate(parts)
-        ids = Ids.of(hashes)
+        ids = Ids.from_hashes(hashes)
         append_to = run.config.append_to
         known = KnownRecords(Path(append_to)) if append_to is not None else None
-        done = Merged(np.ones(len(hashes), bool), len(np.unique(hashes["file"])))
+        done = MergeResult(np.ones(len(hashes), bool), len(np.unique(hashes["file"])))
         # Appending is safe: when a stage is finalized again, the rejects of its units are first merged again.
         with (
             open_atomic(manifest) as stream,
@@ -154,7 +154,7 @@ class PrepareStage(Stage):
 
 
 @dataclass
-class Merged:
+class MergeResult:
     """The outcome of merging the parts of a manifest.
 
     Attributes:
@@ -271,7 +271,7 @@ class PrepareProcessor(Processor):
         record: Any = record_text(line).decode("utf-8", "replace")
         try:
             record = parse_record(line)
-            member = line.member if isinstance(line, Described) else None
+            member = line.member if isinstance(line, DescribedRecord) else None
             return notes_of(line), record, self.check(record, source, member)
         except RejectRecord as reject:
             return notes_of(line), record, reject

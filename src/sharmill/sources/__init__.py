@@ -76,7 +76,7 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Unreadable:
+class UnreadableRecord:
     """A record that a source cannot read, with the reason and message of its reject and the text that could be read."""
 
     reason: str
@@ -85,7 +85,7 @@ class Unreadable:
 
 
 @dataclass(frozen=True)
-class Described:
+class DescribedRecord:
     """A raw record with the location of its audio in a container file, such as a tar archive, or with notes.
 
     Attributes:
@@ -102,17 +102,17 @@ class Described:
 
 
 # The types of raw records that a source yields.
-RawRecord = bytes | Described | Unreadable
+RawRecord = bytes | DescribedRecord | UnreadableRecord
 
 
 def record_text(raw: RawRecord) -> bytes:
     """Return the JSON text of a raw record; for an unreadable record, return the text that could be read."""
-    return raw if isinstance(raw, bytes) else raw.record if isinstance(raw, Described) else raw.record.encode()
+    return raw if isinstance(raw, bytes) else raw.record if isinstance(raw, DescribedRecord) else raw.record.encode()
 
 
 def notes_of(raw: RawRecord) -> Mapping[str, int]:
     """Return the notes of a raw record."""
-    return raw.notes if isinstance(raw, Described) else {}
+    return raw.notes if isinstance(raw, DescribedRecord) else {}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -278,7 +278,7 @@ class Source(ABC):
         known: dict[str, None] = {}
         for raw in itertools.islice(self.records(), _FIRST_RECORDS):
             with suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-                if not isinstance(raw, Unreadable):
+                if not isinstance(raw, UnreadableRecord):
                     known |= dict.fromkeys(msgspec.json.decode(record_text(raw), type=dict[str, Any]))
         refuse(
             *(
@@ -406,7 +406,7 @@ class RunSource(Source):
 
     @abstractmethod
     def entries(self, place: list[Any], begin: int, end: int) -> Iterator[Any]:
-        """Yield the entries ``begin`` to ``end`` of a run, with an Unreadable for each entry that cannot be read."""
+        """Yield the entries ``begin`` to ``end`` of a run, with an UnreadableRecord for each unreadable entry."""
 
     def record(self, entry: Any) -> RawRecord:
         """Return the record of an entry, by default the entry itself; raise RejectRecord if it has none."""
@@ -439,9 +439,9 @@ class RunSource(Source):
         for span in piece["spans"]:
             for entry in self.entries(*span):
                 try:
-                    yield entry if isinstance(entry, Unreadable) else self.record(entry)
+                    yield entry if isinstance(entry, UnreadableRecord) else self.record(entry)
                 except RejectRecord as reject:
-                    yield Unreadable(reject.reason, reject.detail, self.shown(entry))
+                    yield UnreadableRecord(reject.reason, reject.detail, self.shown(entry))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,7 +17,7 @@ from sharmill.errors import ConfigError, RejectRecord, refuse
 from sharmill.files.checksums import checksum
 from sharmill.manifest import TIME_DIGITS
 from sharmill.registry import nearest
-from sharmill.sources import Described, RawRecord, Unreadable, record_text
+from sharmill.sources import DescribedRecord, RawRecord, UnreadableRecord, record_text
 from sharmill.sources.annotations import parse_ami_words, parse_lines
 from sharmill.sources.captions import parse_captions
 from sharmill.sources.files import decode_text, expand_home, read_small
@@ -33,7 +33,7 @@ _SUFFIXES: Final = {
     "rttm": ".rttm", "ctm": ".ctm", "textgrid": ".TextGrid", "audacity": ".txt", "srt": ".srt", "ami": ".words.xml",
 }  # fmt: skip
 # Formats that annotate single words, which are joined into segments.
-_OF_WORDS: Final = ("ctm", "ami")
+_WORD_FORMATS: Final = ("ctm", "ami")
 # Annotation files are read completely. This limit allows hours of annotations per file, or a whole corpus in one RTTM.
 _MAX_ANNOTATION_BYTES: Final = 64 << 20
 # Pause in seconds; words with a longer pause between them belong to different segments.
@@ -57,7 +57,7 @@ class AnnotatedSource(WalkedSource):
     audio: str | None = None
     """Template for ``audio_filepath``, such as ``audio/{recording}.wav``. ``{recording}`` is the name of the recording
     in the annotation, or the name of the annotation file; ``{path[0]}`` is a part of its path. ``null`` looks for a
-    file with the recording's name beside the annotation."""
+    file with the recording's name in the same folder below ``audio_root``."""
     tier: str | None = None
     """Tier of a TextGrid. A ``*`` in it matches the speaker's name: ``"* - words"``. ``"*"`` selects all tiers,
     ``null`` the only tier."""
@@ -115,7 +115,7 @@ class AnnotatedSource(WalkedSource):
                 code="unknown_key",
             )
 
-    def described(self) -> Iterator[list[Any]]:
+    def file_identities(self) -> Iterator[list[Any]]:
         """Yield the path and checksum of each annotation file."""
         for folder, names in self._groups():
             for name in names:
@@ -168,17 +168,17 @@ class AnnotatedSource(WalkedSource):
             shown = os.fsencode(os.path.join(folder, name)).decode("utf-8", "replace")  # noqa: PTH118
             try:
                 for found in self._parse(self._text(self._annotations / folder / name), stem):
-                    if isinstance(found, Unreadable):
-                        items.append(Unreadable(found.reason, f"{shown}: {found.detail}", found.record[:_SHOWN]))
+                    if isinstance(found, UnreadableRecord):
+                        items.append(UnreadableRecord(found.reason, f"{shown}: {found.detail}", found.record[:_SHOWN]))
                     elif isinstance(found, str):
                         notes[found] += 1
                     else:
                         stretches.append(replace(found, recording=found.recording or stem))
             except RejectRecord as reject:
-                items.append(Unreadable(reject.reason, reject.detail, shown))
+                items.append(UnreadableRecord(reject.reason, reject.detail, shown))
             except ValueError as error:
-                items.append(Unreadable("malformed", f"{shown}: {error}", shown))
-        gap = _MAX_GAP if self.max_gap is None and self.annotations in _OF_WORDS else self.max_gap
+                items.append(UnreadableRecord("malformed", f"{shown}: {error}", shown))
+        gap = _MAX_GAP if self.max_gap is None and self.annotations in _WORD_FORMATS else self.max_gap
         if gap is not None:
             stretches = join_stretches(stretches, gap, self.max_duration)
         stretches.sort(key=lambda part: (part.recording, part.start, part.end, part.channel, part.speaker or ""))
@@ -191,10 +191,10 @@ class AnnotatedSource(WalkedSource):
             items += [_item(stretch, path, channels, dropped) for stretch, dropped in pairs]
         first = next((number for number, item in enumerate(items) if isinstance(item, bytes)), None)
         if notes and first is not None:
-            items[first] = Described(record_text(items[first]), notes=notes)
+            items[first] = DescribedRecord(record_text(items[first]), notes=notes)
         return items
 
-    def _parse(self, text: str, name: str) -> Iterator[Stretch | Unreadable | str]:
+    def _parse(self, text: str, name: str) -> Iterator[Stretch | UnreadableRecord | str]:
         """Yield the segments of a file, unreadable entries, and notes (as str) about entries that are left out.
 
         Args:
@@ -204,7 +204,7 @@ class AnnotatedSource(WalkedSource):
         Raises:
             ValueError: the file as a whole does not have the configured format.
         """
-        parsers: dict[str, Callable[[str], Iterator[Stretch | Unreadable | str]]] = {
+        parsers: dict[str, Callable[[str], Iterator[Stretch | UnreadableRecord | str]]] = {
             "textgrid": partial(parse_tiers, tier=self.tier),
             "srt": parse_captions,
             "ami": partial(parse_ami_words, name=name),
@@ -234,16 +234,16 @@ class AnnotatedSource(WalkedSource):
 
 def _item(
     stretch: Stretch, path: str | RejectRecord, channels: dict[str, int | None] | None, dropped: bool
-) -> bytes | Unreadable:
-    """Return the record of a segment, or an Unreadable if it cannot become one."""
+) -> bytes | UnreadableRecord:
+    """Return the record of a segment, or an UnreadableRecord if it cannot become one."""
     shown = f"{stretch.recording} {stretch.start:g} {stretch.end:g} {stretch.speaker or ''} {stretch.text or ''}"
     shown = shown[:_SHOWN].encode("utf-8", "replace").decode()
     if isinstance(path, RejectRecord):
-        return Unreadable(path.reason, path.detail, shown)
+        return UnreadableRecord(path.reason, path.detail, shown)
     if dropped:
-        return Unreadable("overlapped_speech", "another speaker speaks during the segment", shown)
+        return UnreadableRecord("overlapped_speech", "another speaker speaks during the segment", shown)
     if channels is None:
-        return Unreadable(
+        return UnreadableRecord(
             "malformed",
             f"the channels of the recording must all be numbers, or A and B; one is {stretch.channel!r}",
             shown,

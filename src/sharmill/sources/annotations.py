@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from typing import Any, Final
 
-from sharmill.sources import Unreadable
+from sharmill.sources import UnreadableRecord
 from sharmill.sources.files import split_lines
 from sharmill.sources.stretches import Stretch
 
@@ -45,7 +45,7 @@ _AMI_WORD: Final = re.compile(r"<w\b([^<>]*)>([^<]*)</w>")
 _ATTRIBUTE: Final = re.compile(r'\b(\w+)\s*=\s*"([^"]*)"')
 
 
-def parse_lines(form: str, text: str) -> Iterator[Stretch | Unreadable]:
+def parse_lines(form: str, text: str) -> Iterator[Stretch | UnreadableRecord]:
     """Yield the segments of a format that has one segment per line."""
     passed_over, whole, mistake = _LINES[form]
     for line in filter(str.strip, split_lines(text)):
@@ -58,13 +58,13 @@ def parse_lines(form: str, text: str) -> Iterator[Stretch | Unreadable]:
             start = _number(found["start"])
             end = start + _number(found["duration"]) if "duration" in found else _number(found["end"])
         except (ValueError, KeyError):
-            yield Unreadable("malformed", mistake, line)
+            yield UnreadableRecord("malformed", mistake, line)
         else:
             said = found["text"] and found["text"].strip()
             yield Stretch(found["recording"], start, end, said, found["speaker"], found["channel"])
 
 
-def parse_ami_words(text: str, name: str) -> Iterator[Stretch | Unreadable]:
+def parse_ami_words(text: str, name: str) -> Iterator[Stretch | UnreadableRecord]:
     """Yield the words of an NXT file; ``name`` is the file name, made of the meeting and the speaker."""
     if "<nite:root" not in text[:4096]:
         raise ValueError("the file is not an AMI words file in NXT format")
@@ -77,7 +77,7 @@ def parse_ami_words(text: str, name: str) -> Iterator[Stretch | Unreadable]:
             start = _number(attributes.get("starttime") or str(last))
             end = _number(attributes.get("endtime") or str(start))
         except ValueError:
-            yield Unreadable("malformed", "the times of the word are not numbers", match[0])
+            yield UnreadableRecord("malformed", "the times of the word are not numbers", match[0])
             continue
         said = html.unescape(match[2]).strip()
         last = end

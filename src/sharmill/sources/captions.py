@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from operator import itemgetter
 from typing import Final
 
-from sharmill.sources import Unreadable
+from sharmill.sources import UnreadableRecord
 from sharmill.sources.files import split_lines
 from sharmill.sources.stretches import Stretch
 
@@ -24,7 +24,7 @@ _MOST_LINES: Final = 10
 _SHORT_CAPTION: Final = 0.1
 
 
-def parse_captions(text: str) -> Iterator[Stretch | Unreadable | str]:
+def parse_captions(text: str) -> Iterator[Stretch | UnreadableRecord | str]:
     """Yield the segments of SRT or WebVTT, unreadable blocks, and notes about lines that are left out."""
     is_vtt = text.startswith("WEBVTT")
     blocks = _split_captions(text, is_vtt=is_vtt)
@@ -35,7 +35,7 @@ def parse_captions(text: str) -> Iterator[Stretch | Unreadable | str]:
             said = (html.unescape(line).strip() if is_vtt else line.strip() for line in plain)
             captions.append((_clock(times.groups()[:4]), _clock(times.groups()[4:]), list(filter(None, said))))
         elif lines and not (is_vtt and lines[0].startswith(_VTT_BLOCKS) and len(blocks) > 1):
-            yield Unreadable(
+            yield UnreadableRecord(
                 "malformed", "the block has no times such as 00:00:01,000 --> 00:00:02,000", "\n".join(lines)
             )
     yield from _drop_repeats(captions)

@@ -80,7 +80,7 @@ _COMPRESSED: Final = {
     b"PK\x03\x04": "zip",
 }
 # The compression formats that are unpacked while reading, and their file name suffixes.
-_TEXTS: Final = ("gzip", "bzip2", "xz", "zstd")
+_TEXT_COMPRESSIONS: Final = ("gzip", "bzip2", "xz", "zstd")
 _PACKED_SUFFIXES: Final = (".gz", ".bz2", ".xz", ".zst")
 
 
@@ -196,12 +196,12 @@ def open_input(path: Location, kind: str) -> BinaryIO:
     Raises:
         ConfigError: the file is missing or not a regular file.
     """
-    with _refused(path, kind):
+    with _raise_missing_input(path, kind):
         return open_location(path)
 
 
 @contextmanager
-def _refused(path: Location, kind: str) -> Iterator[None]:
+def _raise_missing_input(path: Location, kind: str) -> Iterator[None]:
     """Turn errors of opening a file into the ConfigError of ``open_input``."""
     try:
         yield
@@ -225,7 +225,7 @@ def _refused(path: Location, kind: str) -> Iterator[None]:
 
 def read_head(path: Location, kind: str, size: int) -> bytes:
     """Return the first bytes of a file without copying it; raises the errors of ``open_input``."""
-    with _refused(path, kind):
+    with _raise_missing_input(path, kind):
         return read_head_of(path, size)
 
 
@@ -353,7 +353,7 @@ def check_text(path: Location, kind: str) -> bytes:
 
 def _read_text_ends(path: Location, kind: str) -> tuple[bytes, bytes, bool]:
     """Return (head, tail, is_compressed); of a compressed file, only the unpacked head and an empty tail."""
-    head, tail = read_ends(path, kind, _TEXTS)
+    head, tail = read_ends(path, kind, _TEXT_COMPRESSIONS)
     if _compression(head) is None:
         return head, tail, False
     with _open_unpacked(path, kind) as stream, refusing_damage(path, kind):
@@ -366,7 +366,7 @@ def _compression(head: bytes) -> str | None:
     return next((name for magic, name in _COMPRESSED.items() if head.startswith(magic)), None)
 
 
-class _Packed(io.BufferedReader):
+class _CompressedFile(io.BufferedReader):
     """A compressed file that knows whether it was read to its end."""
 
     has_ended = False
@@ -377,25 +377,25 @@ class _Packed(io.BufferedReader):
         return data
 
 
-class _Streams(io.BufferedIOBase):
+class _CheckedEnd(io.BufferedIOBase):
     """Mixin for BZ2File and LZMAFile, which take trailing bytes that begin no other stream for the end of the file."""
 
     def __init__(self, stream: Any) -> None:
-        self._packed = _Packed(stream)
-        super().__init__(self._packed)  # type: ignore[call-arg]
+        self._compressed = _CompressedFile(stream)
+        super().__init__(self._compressed)  # type: ignore[call-arg]
 
     def readinto(self, buffer: Any, /) -> int:
         size = super().readinto(buffer)
-        if not size and not self._packed.has_ended:
+        if not size and not self._compressed.has_ended:
             raise OSError("the compressed data is followed by other bytes")
         return size
 
 
-class _Bzip2(_Streams, bz2.BZ2File):
+class _Bzip2(_CheckedEnd, bz2.BZ2File):
     """A file of bzip2."""
 
 
-class _Xz(_Streams, lzma.LZMAFile):
+class _Xz(_CheckedEnd, lzma.LZMAFile):
     """A file of xz."""
 
 

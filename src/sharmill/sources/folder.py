@@ -12,7 +12,7 @@ import xxhash
 
 from sharmill.config import require
 from sharmill.errors import ConfigError, RejectRecord, refuse
-from sharmill.sources import EncodedSource, RunSource, Unreadable
+from sharmill.sources import EncodedSource, RunSource, UnreadableRecord
 from sharmill.sources.files import decode_text, expand_home, read_small
 
 # Texts are read completely; a larger file is not the text of an utterance.
@@ -38,14 +38,14 @@ class WalkedSource(RunSource, EncodedSource):
         require(all(self.audio_suffixes or [""]), "audio_suffixes must not be empty")
 
     @abstractmethod
-    def described(self) -> Iterator[list[Any]]:
+    def file_identities(self) -> Iterator[list[Any]]:
         """Yield the path of each file with its size or checksum, for the identity."""
 
     def identity(self) -> dict[str, Any]:
-        """Return the number of files and a checksum over the entries of ``described``."""
+        """Return the number of files and a checksum over the entries of ``file_identities``."""
         self.check()
         digest, count = xxhash.xxh3_64(), 0
-        for told in self.described():
+        for told in self.file_identities():
             digest.update(msgspec.json.encode(told))
             count += 1
         return {"files": [count, digest.hexdigest()]}
@@ -85,7 +85,7 @@ class FolderSource(WalkedSource):
             code="missing_input",
         )
 
-    def described(self) -> Iterator[list[Any]]:
+    def file_identities(self) -> Iterator[list[Any]]:
         """Yield path and size of each audio file, and suffix and size of its text."""
         for folder, names in self._walk():
             for name in names or ():
@@ -105,7 +105,7 @@ class FolderSource(WalkedSource):
             names = list_files(self._root / folder, self.audio_suffixes)[0]
         except PermissionError:
             shown = os.fsencode(f"{folder}/").decode("utf-8", "replace")
-            yield Unreadable("unreadable_audio", "the folder cannot be listed: permission denied", shown)
+            yield UnreadableRecord("unreadable_audio", "the folder cannot be listed: permission denied", shown)
         else:
             yield from ((folder, name) for name in names[begin:end])
 

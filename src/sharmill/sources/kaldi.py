@@ -20,7 +20,7 @@ from sharmill.sources.files import KeyedLines, check_text, decode_text, identify
 _AUDIO: Final = "wav.scp"
 _SEGMENTS: Final = "segments"
 # Files with one value per utterance, and the record key for the value.
-_VALUES: Final = {"text": "text", "utt2spk": "speaker", "utt2lang": "language"}
+_VALUE_FILES: Final = {"text": "text", "utt2spk": "speaker", "utt2lang": "language"}
 _GENDERS: Final = "spk2gender"
 _FILE: Final = r" (?P<file>(?!-)\S+)"
 _FLAC_OPTIONS: Final = r"(?: -[cds]+| --decode| --stdout| --silent)*+"
@@ -75,7 +75,7 @@ class KaldiSource(LineSource, EncodedSource):
         # This raises an error if an utterance has several lines, since its text could belong to any of them.
         self._value(lines_of, utterance)
         record: dict[str, Any] = {"utterance_id": self._decode(utterance)}
-        for name, key in _VALUES.items():
+        for name, key in _VALUE_FILES.items():
             if (value := self._value(name, utterance)) is not None:
                 record[key] = value
         if "speaker" in record and (gender := self._value(_GENDERS, record["speaker"].encode(self.encoding))):
@@ -127,7 +127,7 @@ class KaldiSource(LineSource, EncodedSource):
 
     @property
     def _files(self) -> list[Location]:
-        names = (_AUDIO, _SEGMENTS, *_VALUES, _GENDERS)
+        names = (_AUDIO, _SEGMENTS, *_VALUE_FILES, _GENDERS)
         return [self._folder / name for name in names if (self._folder / name).exists()]
 
     @cached_property

@@ -31,8 +31,8 @@ from sharmill.sources.lhotse_lines import (
     Supervision,
     decode_lhotse_line,
     describe,
-    find_heard,
     listed,
+    select_supervisions,
     speech_record,
 )
 
@@ -164,7 +164,7 @@ def _cut_record(
 ) -> dict[str, Any]:
     """Return the record for supervisions of a cut, with ``split`` for exactly one; see ``speech_record``."""
     if not split:
-        supervisions = find_heard(cut, chosen, lost)
+        supervisions = select_supervisions(cut, chosen, lost)
     start, end, channels = 0.0, cut.duration, listed(cut.channel)
     if split and supervisions:
         start = max(0.0, supervisions[0].start)

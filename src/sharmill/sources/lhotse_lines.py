@@ -15,7 +15,7 @@ from sharmill.manifest import (
     Member,
     fit_alignments,
 )
-from sharmill.sources import Described
+from sharmill.sources import DescribedRecord
 from sharmill.sources.files import (
     decode_json,
     decode_object,
@@ -28,7 +28,7 @@ _Seconds = Annotated[float, msgspec.Meta(ge=-1e9, le=1e9)]
 # Range of integers that a float represents exactly.
 _Number = Annotated[int, msgspec.Meta(ge=-1 << 53, le=1 << 53)]
 # Custom keys that are not copied to the record: they describe other audio, or are sharmill's own.
-_OF_AUDIO: Final = frozenset({"audio_filepath", "offset", "duration", "channel", ALIGNMENT})
+_AUDIO_KEYS: Final = frozenset({"audio_filepath", "offset", "duration", "channel", ALIGNMENT})
 _SEVERAL_VALUES: Final = "several values of {}"
 _decoder: Final[Callable[[Any], msgspec.json.Decoder[Any]]] = functools.cache(msgspec.json.Decoder)
 
@@ -107,14 +107,14 @@ def decode_lhotse_line(line: bytes, kind: type[T]) -> T:
         raise
 
 
-def describe(encoded: bytes, lost: Iterable[str], member: Member | None = None) -> Described:
+def describe(encoded: bytes, lost: Iterable[str], member: Member | None = None) -> DescribedRecord:
     """Return a record with the location of its audio and a note for each name in ``lost``."""
-    return Described(
+    return DescribedRecord(
         encoded, member, {f"records have {name[:80]}, which the dataset does not store": 1 for name in lost}
     )
 
 
-def find_heard(cut: Cut, chosen: Channel, lost: set[str]) -> list[Supervision]:
+def select_supervisions(cut: Cut, chosen: Channel, lost: set[str]) -> list[Supervision]:
     """Return the supervisions of a cut in the chosen channel; report dropped supervisions in ``lost``.
 
     A cut with one channel keeps all supervisions, as does any cut if ``chosen`` is not a number.
@@ -184,8 +184,8 @@ def speech_record(
     ]
     record: dict[str, Any] = {}
     for layer in layers:
-        kept = {key: value for key, value in layer.items() if key not in _OF_AUDIO and not _is_data(value)}
-        lost |= layer.keys() - kept.keys() - _OF_AUDIO
+        kept = {key: value for key, value in layer.items() if key not in _AUDIO_KEYS and not _is_data(value)}
+        lost |= layer.keys() - kept.keys() - _AUDIO_KEYS
         lost |= {_SEVERAL_VALUES.format(key) for key in kept.keys() & record.keys() if kept[key] != record[key]}
         record |= kept
     # Keep the origin of a segment that was stored as another file since. If a Shar was built from a Shar, the first
@@ -219,7 +219,7 @@ def _common_keys(mappings: list[dict[str, Any]], lost: set[str]) -> dict[str, An
     """Return the keys that have the same value in all mappings; report the others in ``lost``."""
     first, *others = mappings or [{}]
     common = {key: value for key, value in first.items() if all(o.get(key, ...) == value for o in others)}
-    lost |= {_SEVERAL_VALUES.format(key) for key in set(chain(*mappings)) - common.keys() - _OF_AUDIO}
+    lost |= {_SEVERAL_VALUES.format(key) for key in set(chain(*mappings)) - common.keys() - _AUDIO_KEYS}
     return common
 
 

@@ -24,7 +24,7 @@ from sharmill.shar.index import ShardRecord, is_indexed, read_dataset, read_shar
 from sharmill.shar.items import NO_DATA, ItemTable
 from sharmill.shar.json_lines import salvage_lines
 from sharmill.shar.rebuild import find_foreign_shards
-from sharmill.sources import ColumnSource, ContainerSource, RawRecord, RunSource, Unreadable
+from sharmill.sources import ColumnSource, ContainerSource, RawRecord, RunSource, UnreadableRecord
 from sharmill.sources.files import (
     encode_record,
     expand_home,
@@ -34,8 +34,8 @@ from sharmill.sources.lhotse_lines import (
     RecordingLine,
     decode_lhotse_line,
     describe,
-    find_heard,
     listed,
+    select_supervisions,
     speech_record,
 )
 
@@ -134,7 +134,9 @@ class LhotseSharSource(ContainerSource, RunSource, ColumnSource):
         audio = _ShardAudio(path, self.container(path), shard.files.keys() - {CUTS, self._field})
         yield from ((audio, line) for line in lines[begin:end])
         for number in range(max(begin, len(lines)), end):
-            yield Unreadable("malformed", f"the cut cannot be read: {damage}", f"{shard.files[CUTS]} line {number + 1}")
+            yield UnreadableRecord(
+                "malformed", f"the cut cannot be read: {damage}", f"{shard.files[CUTS]} line {number + 1}"
+            )
 
     def record(self, entry: Any) -> RawRecord:
         """Return the record of a cut."""
@@ -150,7 +152,7 @@ class LhotseSharSource(ContainerSource, RunSource, ColumnSource):
             record = _place_cut(cut, recording) | record
         except RejectRecord as reject:
             text = encode_record(record, line) if record else line
-            return Unreadable(reject.reason, reject.detail, text.decode("utf-8", "replace"))
+            return UnreadableRecord(reject.reason, reject.detail, text.decode("utf-8", "replace"))
         return describe(encode_record(record, line), lost, Member(audio.container, "bytes", *place))
 
     @cached_property
@@ -253,7 +255,7 @@ def _describe_cut(cut: Cut, chosen: Channel, lost: set[str]) -> dict[str, Any]:
     channels = listed(cut.channel)
     # The setting ``channel`` of the source counts stored channels.
     channel = channels[chosen] if isinstance(chosen, int) and chosen < len(channels) else None
-    supervisions = find_heard(cut, channel, lost)
+    supervisions = select_supervisions(cut, channel, lost)
     record = speech_record(cut, supervisions, cut.id, cut.start, lost)
     sources = cut.recording.sources if cut.recording else []
     path = sources[0].source if len(sources) == 1 and sources[0].type == "file" else None

@@ -16,7 +16,7 @@ from sharmill.errors import ConfigError, refuse
 from sharmill.files.location import Location, local
 from sharmill.manifest import Member
 from sharmill.registry import nearest, require_package
-from sharmill.sources import ColumnSource, ContainerSource, Described, RawRecord, RunSource, Unreadable
+from sharmill.sources import ColumnSource, ContainerSource, DescribedRecord, RawRecord, RunSource, UnreadableRecord
 from sharmill.sources.files import Digest, bad_file, read_ends, refuse_file
 
 if TYPE_CHECKING:
@@ -121,7 +121,7 @@ class ParquetSource(ContainerSource, RunSource, ColumnSource):
         for row, record, size in zip(range(first, first + end - begin), texts, sizes, strict=True):
             own = f"{container or file.name}#{row}"
             if isinstance(record, str):
-                yield Unreadable("malformed", record, msgspec.json.encode({"audio_filepath": own}).decode())
+                yield UnreadableRecord("malformed", record, msgspec.json.encode({"audio_filepath": own}).decode())
                 continue
             name = record.pop(_NAME, None)
             if "audio_filepath" in record:
@@ -131,16 +131,16 @@ class ParquetSource(ContainerSource, RunSource, ColumnSource):
                 continue
             text = msgspec.json.encode(record | {"audio_filepath": own} | ({"audio_name": name} if name else {}))
             if problem:
-                yield Unreadable("unreadable_audio", problem, text.decode())
+                yield UnreadableRecord("unreadable_audio", problem, text.decode())
             elif size is None:
-                yield Unreadable("missing_audio", "the row has neither bytes of audio nor a path", text.decode())
+                yield UnreadableRecord("missing_audio", "the row has neither bytes of audio nor a path", text.decode())
             elif container is None:
                 detail = (
                     "its file is not below audio_root; leave audio_root out, or name a folder that contains all files"
                 )
-                yield Unreadable("outside_root", detail, text.decode())
+                yield UnreadableRecord("outside_root", detail, text.decode())
             elif with_audio:
-                yield Described(text, Member(container, f"row:{self.audio}", row, size))
+                yield DescribedRecord(text, Member(container, f"row:{self.audio}", row, size))
             else:
                 yield text
 

@@ -44,7 +44,7 @@ def join_stretches(stretches: Sequence[Stretch], max_gap: float, max_duration: f
         return stretch.recording, stretch.channel, stretch.speaker or ""
 
     groups = itertools.groupby(sorted(stretches, key=lambda s: (voice(s), s.start, s.end)), voice)
-    return [_joined(run) for _, group in groups for run in split_runs(group, max_gap, max_duration)]
+    return [_merge_run(run) for _, group in groups for run in split_runs(group, max_gap, max_duration)]
 
 
 def split_runs(
@@ -71,7 +71,7 @@ def split_runs(
         yield run
 
 
-def _joined(run: list[Stretch]) -> Stretch:
+def _merge_run(run: list[Stretch]) -> Stretch:
     texts = [("" if part.glued else " ") + part.text for part in run if part.text]
     end = max(part.end for part in run)
     return replace(run[0], end=end, text="".join(texts).strip() if texts else None)

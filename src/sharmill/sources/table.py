@@ -16,7 +16,7 @@ from sharmill.config import require
 from sharmill.errors import RejectRecord, refuse
 from sharmill.files.location import Location
 from sharmill.registry import nearest
-from sharmill.sources import ColumnSource, Described, EncodedSource, LineSource, RawRecord, Unreadable
+from sharmill.sources import ColumnSource, DescribedRecord, EncodedSource, LineSource, RawRecord, UnreadableRecord
 from sharmill.sources.files import bad_file, check_text, open_lines, refusing_damage, unpacked_name
 from sharmill.sources.speakers import Template
 
@@ -116,7 +116,7 @@ class TableSource(LineSource, EncodedSource, ColumnSource):
         names = self._names(file)
         is_header = self.header is None and begin == 0
         for end, row in itertools.islice(self._rows(file, begin, names), int(is_header), None):
-            yield end, row if isinstance(row, Unreadable) else (names, row)
+            yield end, row if isinstance(row, UnreadableRecord) else (names, row)
 
     def record(self, entry: tuple[list[str], list[str]]) -> RawRecord:
         """Return the record of a row."""
@@ -138,7 +138,7 @@ class TableSource(LineSource, EncodedSource, ColumnSource):
         encoded = msgspec.json.encode(record)
         is_in_doubt = self.quotes is None and self.delimiter in _UNQUOTED
         num_quoted = sum(cell[:1] == '"' and '""' in cell for cell in row) if is_in_doubt else 0
-        return Described(encoded, notes={_QUOTED: num_quoted}) if num_quoted else encoded
+        return DescribedRecord(encoded, notes={_QUOTED: num_quoted}) if num_quoted else encoded
 
     def shown(self, entry: tuple[list[str], list[str]]) -> str:
         """Return the cells of a row."""
@@ -152,14 +152,14 @@ class TableSource(LineSource, EncodedSource, ColumnSource):
     def _read_names(self, file: Location) -> list[str]:
         """Return the column names, without an empty name after a trailing delimiter."""
         row = next((row for _, row in self._rows(file)), [""]) if self.header is None else self.header
-        if isinstance(row, Unreadable):
+        if isinstance(row, UnreadableRecord):
             raise bad_file(file, "table", f"has an unreadable first row: {row.detail}")
         names = [name.strip() for name in row]
         return names[:-1] if names[-1:] == [""] else names
 
     def _rows(
         self, file: Location, begin: int = 0, names: list[str] | None = None
-    ) -> Iterator[tuple[int, list[str] | Unreadable]]:
+    ) -> Iterator[tuple[int, list[str] | UnreadableRecord]]:
         """Yield (end position, cells) for every nonblank row from ``begin`` on.
 
         If a row is not valid CSV, or spans lines and does not have a cell for each of the columns ``names``, only its
@@ -192,7 +192,7 @@ class TableSource(LineSource, EncodedSource, ColumnSource):
                                 "to false if quotes are ordinary characters, or to true if such cells are correct"
                             )
                         begin = stream.tell()
-                        if row := self._checked(cells):
+                        if row := self._check_row(cells):
                             yield begin, row
                     return
                 except csv.Error as error:
@@ -200,15 +200,15 @@ class TableSource(LineSource, EncodedSource, ColumnSource):
                     line = stream.readline(_MAX_LINE_BYTES)
                     begin += len(line)
                     text = line.decode(self.encoding, "replace").strip()
-                    yield begin, Unreadable("malformed", f"the row is not valid CSV: {error}", text)
+                    yield begin, UnreadableRecord("malformed", f"the row is not valid CSV: {error}", text)
 
-    def _checked(self, row: list[str]) -> list[str] | Unreadable:
+    def _check_row(self, row: list[str]) -> list[str] | UnreadableRecord:
         text = self.delimiter.join(row)
         if not text.strip(f"{self.delimiter} \t"):
             return []
         if any("\udc80" <= letter <= "\udcff" for letter in text):
             shown = text.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
-            return Unreadable(
+            return UnreadableRecord(
                 "malformed", f"the row is not valid {self.encoding}; set the key encoding of the source", shown
             )
         return row

@@ -30,12 +30,12 @@ from sharmill.shar.tar import BLOCK, EMPTY, TarDamage, TarMember, Window, clean_
 from sharmill.sources import (
     ColumnSource,
     ContainerSource,
-    Described,
+    DescribedRecord,
     EncodedSource,
     LineSource,
     RawRecord,
     RunSource,
-    Unreadable,
+    UnreadableRecord,
 )
 from sharmill.sources.files import (
     Digest,
@@ -165,7 +165,7 @@ class NemoTarredSource(TarSource, NemoSource):
                 if (of_member := self._parse(line, place[0])) is not None:
                     named.append((number, *of_member))
             except RejectRecord as reject:
-                found[number] = Unreadable(reject.reason, reject.detail, self.shown(line))
+                found[number] = UnreadableRecord(reject.reason, reject.detail, self.shown(line))
         for number, tar, name, record in sorted(named, key=lambda of_member: of_member[1]):
             file = self.tar_files[tar]
             try:
@@ -173,9 +173,9 @@ class NemoTarredSource(TarSource, NemoSource):
                 container = self.container(file)
                 record["audio_filepath"] = f"{container}/{clean_name(member.name)}"
                 text = encode_record(record, lines[number])
-                found[number] = Described(text, Member(container, "bytes", member.start, member.size))
+                found[number] = DescribedRecord(text, Member(container, "bytes", member.start, member.size))
             except RejectRecord as reject:
-                found[number] = Unreadable(reject.reason, reject.detail, self.shown(lines[number]))
+                found[number] = UnreadableRecord(reject.reason, reject.detail, self.shown(lines[number]))
         return iter(found)
 
     @cached_property
@@ -382,9 +382,9 @@ class _SampleSource(RunSource, EncodedSource):
                 member = self.audio_of(sample)
                 path = f"{archive.container}/{clean_name(member.name)}"
                 text = self.record_of(sample, self._opened(archive.path), path)
-                yield Described(text, Member(archive.named, "bytes", member.start, member.size))
+                yield DescribedRecord(text, Member(archive.named, "bytes", member.start, member.size))
             except RejectRecord as reject:
-                yield Unreadable(reject.reason, reject.detail, shown)
+                yield UnreadableRecord(reject.reason, reject.detail, shown)
 
     def samples(self, number: int, begin: int = 0) -> Iterator[_TarSample]:
         """Yield the samples of an archive from a header on, and finally its damage, if any."""

@@ -128,7 +128,7 @@ def _run_recipe(
 def _call_recipe(
     corpus: Corpus, directory: Path, options: dict[str, Any], scratch: Path, downloads: tuple[str, ...] | None
 ) -> Any:
-    """Return the result of a recipe, after downloading the splits in ``downloads``: all if it is empty, none if None."""
+    """Return the result of a recipe; download the splits in ``downloads`` first unless it is None (empty: all)."""
     recipe = corpus.read or _find_function("prepare", corpus.recipe)
     download = None if downloads is None else _find_function("download", corpus.recipe)
     if corpus.read is None:

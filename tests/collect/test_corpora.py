@@ -485,7 +485,7 @@ def test_an_unwritable_disk_ends_the_download(tmp_path, openslr):
     archive.parent.mkdir()
     # Not even root can create files here.
     archive.symlink_to("/sys/kernel/dev-clean.tar.gz")
-    with raises(FatalError, "disk", str(tmp_path / "data"), "make room"):
+    with raises(FatalError, "disk", str(tmp_path / "data"), "free space"):
         download(tmp_path, openslr.url)
     archive.unlink()
     assert download(tmp_path, openslr.url) == DOWNLOADED

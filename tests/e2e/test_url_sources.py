@@ -126,7 +126,7 @@ def test_a_run_killed_in_mid_copy_goes_on(key, stored, corpus, tmp_path):
     ("fault", "said"),
     [
         (Fault("relative.json", status=403), "credentials do not allow access"),
-        (Fault("relative.json", status=404), "relative.json is not there"),
+        (Fault("relative.json", status=404), "relative.json does not exist"),
         (Fault("relative.json", status=503), "cannot fetch s3://bucket/relative.json"),
     ],
 )

@@ -105,9 +105,9 @@ def test_waiting_has_a_total_limit_and_names_the_missing_file(waited, caplog):
     for name in ("the plan", "the ledger"):
         assert not visibility.wait_until(lambda: False, name)
     assert 60.0 <= sum(waited) < 62.0
-    assert [record.getMessage().split(" after")[0] for record in caplog.records] == [
-        "the plan cannot be seen here,",
-        "the ledger cannot be seen here,",
+    assert [record.getMessage().split(" waiting")[0] for record in caplog.records] == [
+        "the plan is still not visible here after",
+        "the ledger is still not visible here after",
     ]
 
 

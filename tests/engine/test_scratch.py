@@ -53,7 +53,7 @@ def test_units_are_written_there_and_the_bytes_are_the_same(tmp_path, scratch):
 @pytest.mark.parametrize("workers", [1, 2])
 def test_a_full_folder_ends_the_stage_and_is_left_empty(tmp_path, scratch, workers):
     full = f"cannot write {scratch}/sharmill-rank-"
-    with raises(DeviceError, "disk", full, f"on {socket.gethostname()}: No space left on device", "make room"):
+    with raises(DeviceError, "disk", full, f"on {socket.gethostname()}: No space left on device", "free space"):
         run(make_stage(tmp_path, behaviour={2: "full"}), workers)
     assert list(scratch.iterdir()) == []
     assert run(make_stage(tmp_path))[0].ok

@@ -273,7 +273,7 @@ def test_a_store_takes_and_gives_files(store, tmp_path):
     store.put("folder/a b.bin", b"other")
     assert cache.refresh(url).size == 5
     assert cache.get(url).read_bytes() == b"other"
-    with pytest.raises(RejectRecord, match=r"none\.bin is not there"):
+    with pytest.raises(RejectRecord, match=r"none\.bin does not exist"):
         cache.get(store.url("none.bin"))
 
 

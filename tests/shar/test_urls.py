@@ -131,7 +131,7 @@ def test_a_store_that_fails_for_a_moment_changes_nothing(fault, many, store, at_
 @pytest.mark.parametrize(
     ("data", "said"),
     [
-        (None, f"shard 2: ais://bucket/{TAR} is not there"),
+        (None, f"shard 2: ais://bucket/{TAR} does not exist"),
         (b"other", f"shard 2: ais://bucket/{TAR} does not have the checksum of the dataset's index"),
     ],
 )
@@ -159,7 +159,7 @@ def test_what_cannot_be_opened_is_said_in_a_line(store, at_url, monkeypatch, tmp
         at_url(shuffle="global")
     with raises(ConfigError, "bad_config_value", "cache_gib is '1': it must exceed 0"):
         at_url(cache_gib="1")
-    with raises(ConfigError, "no_dataset", "none/dataset.json is not there; a dataset at a URL needs an index"):
+    with raises(ConfigError, "no_dataset", "none/dataset.json does not exist; a dataset at a URL needs an index"):
         open_shar(store.url("none"))
     with raises(ConfigError, "bad_config_value", "must begin with https://"):
         open_shar("ftp://host/many")

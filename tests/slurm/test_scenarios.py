@@ -108,7 +108,7 @@ def test_a_package_missing_on_all_ranks_ends_the_first_launch(make_run, tmp_path
     end = wait_for_end(run.run_dir)
     assert (end.code, "the package nemo is not installed" in end.message) == ("missing_package", True)
     assert len(list(run.run_dir.jobs.glob("*_submission.sh"))) == 3
-    assert "cannot be seen here" not in run.run_dir.advance_log.read_text()
+    assert "still not visible here" not in run.run_dir.advance_log.read_text()
 
 
 def test_a_unit_that_kills_its_ranks_ends_within_a_lease(make_run):

@@ -142,7 +142,7 @@ def test_one_rank_copies_for_a_shared_cache_or_for_its_node(shared, nodes, copie
     run_ranks(read_on_a_rank, 2, tmp_path)
     found = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
     assert sorted(text for one in found for text in one["heard"]) == list("012345678")
-    assert [one["told"] for one in found] == [f"{store.url('path/to/none.wav')} is not there"] * 2
+    assert [one["told"] for one in found] == [f"{store.url('path/to/none.wav')} does not exist"] * 2
     assert [one["copies"] for one in found] == copies
     if nodes == 1:
         assert [store.requests["GET", f"path/to/{n}.wav"] for n in range(9)] == [1] * 9
@@ -182,9 +182,9 @@ def test_a_store_that_fails_for_a_while_gives_the_same_data(fault, store):
 @pytest.mark.parametrize(
     ("text", "gone", "fault", "said"),
     [
-        (TARRED, "shard_2.tar", None, "shard_2.tar is not there"),
-        (TARRED, "tarred_audio_manifest.json", None, "tarred_audio_manifest.json is not there"),
-        (NOT_TARRED, "path/to/3.wav", None, "path/to/3.wav is not there"),
+        (TARRED, "shard_2.tar", None, "shard_2.tar does not exist"),
+        (TARRED, "tarred_audio_manifest.json", None, "tarred_audio_manifest.json does not exist"),
+        (NOT_TARRED, "path/to/3.wav", None, "path/to/3.wav does not exist"),
         (NOT_TARRED, None, Fault("wav", status=403), "path/to/"),
         (NOT_TARRED, None, Fault("wav", status=503), "cannot fetch"),
         (TARRED, None, Fault("tar", methods="GET", cut=5000), "shard_1.tar"),

@@ -128,7 +128,12 @@ def _run_recipe(
 def _call_recipe(
     corpus: Corpus, directory: Path, options: dict[str, Any], scratch: Path, downloads: tuple[str, ...] | None
 ) -> Any:
-    """Return the result of a recipe; download the splits in ``downloads`` first unless it is None (empty: all)."""
+    """Return the result of a recipe.
+
+    Args:
+        scratch: folder for files that the recipe writes.
+        downloads: splits to download first, empty for all; None to download nothing.
+    """
     recipe = corpus.read or _find_function("prepare", corpus.recipe)
     download = None if downloads is None else _find_function("download", corpus.recipe)
     if corpus.read is None:

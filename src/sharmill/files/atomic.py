@@ -126,7 +126,7 @@ def require_writable(directory: Path) -> None:
         problem = "it is read-only, or its owner allows nobody to write"
     except OSError as error:
         problem = os.strerror(error.errno or 0)
-    raise ConfigError(f"cannot write to {directory}: {problem}; choose a folder that is writable for you", code="disk")
+    raise ConfigError(f"cannot write to {directory}: {problem}; choose a writable folder", code="disk")
 
 
 def remove(*paths: Path) -> None:

@@ -42,8 +42,8 @@ from sharmill.files.trust import require_trusted_owner
 _SECONDS_OF_USE: Final = 60.0
 # Small unlocked files may take this long to be written on a busy disk.
 _SECONDS_TO_WRITE: Final = 3600.0
-# Each process scans the cache after fetching this share of the limit, and evicts down to the kept share to leave room
-# for other processes.
+# Each process scans the cache after fetching this share of the limit. It then evicts down to the kept share, to leave
+# room for other processes.
 _SWEPT_AFTER: Final = 1 / 64
 _KEPT_SHARE: Final = 0.75
 _MORE: Final = "more than the cache may hold ({:,.0f}); raise its limit (cache_gib)"
@@ -93,7 +93,7 @@ class Cache:
 
     @classmethod
     def of_run(cls, run_dir: str, cache_dir: str | None, gib: float) -> Cache:
-        """Return the cache of a run, in ``cache_dir``, which runs may share, or otherwise in the run directory."""
+        """Return the cache of a run: in ``cache_dir`` if it is set, where runs can share it, or in the run directory."""
         if cache_dir is None:
             return replace(cls.at(Path(run_dir) / "copies", gib), is_of_run=True)
         return cls.at(cache_dir, gib, scope=os.path.realpath(run_dir))

@@ -25,7 +25,7 @@ _PR_SET_PDEATHSIG: Final = 1
 
 
 def user_name() -> str:
-    """Return this process's user name; importing the package ensures that even a user without a name has one."""
+    """Return this process's user name; sharmill sets one on import for users without an entry in the user database."""
     return getpass.getuser()
 
 

@@ -97,7 +97,7 @@ def _read_owners(lock: Path, lease_seconds: float) -> dict[Path, tuple[LockOwner
 
 def _foreign(path: Path) -> ConfigError:
     return ConfigError(
-        f"{path} is not a lock of sharmill: it is a link or not a regular file; remove it", code="locked"
+        f"{path} is not a sharmill lock, because it is a link or not a regular file; remove it", code="locked"
     )
 
 

@@ -33,7 +33,7 @@ class VisibilityTimeout:
         self._deadline = time.monotonic() + seconds
 
     def retry_until_visible(self, work: Callable[[], Result]) -> Result:
-        """Call a function, and again while it fails on files that may not be visible yet; return its result."""
+        """Return the result of a function, retrying it while it fails on files that may not be visible yet."""
         retrying = Retrying(
             retry=retry_if_exception(lambda error: getattr(error, "errno", None) in _NOT_YET_VISIBLE_ERRNOS),
             stop=lambda state: time.monotonic() >= self._deadline,

@@ -44,7 +44,8 @@ from sharmill.sources.nemo import skip_mark
 from sharmill.sources.speakers import NO_SPEAKER, SpeakerRule, is_missing, names_no_language
 from sharmill.stages.speaker_key import SpeakerKey, needs_speaker
 
-# Keys not copied to ``custom``. CLIPPED_KEYS are among them because they describe the clipping of an earlier dataset.
+# Keys that are not copied to ``custom``. CLIPPED_KEYS are among them, because they describe the clipping of an earlier
+# dataset.
 _NOT_CUSTOM = {*TYPED_KEYS, *OWN_KEYS, *PLACE_KEYS, *CLIPPED_KEYS.values(), SOURCE_CUT_ID, "_skipme"}
 # A fixed limit, because the interpreter's own limit depends on the caller and could differ between executors.
 _MAX_DEPTH = 100
@@ -87,8 +88,8 @@ class PrepareConfig(StageSection):
     require_text: bool = True
     """Reject records without text; ``false`` keeps untranscribed speech."""
     filters: dict[str, str] = field(default_factory=dict)
-    """Comparisons of manifest keys with numbers, such as ``{cer: "<= 0.03", bandwidth: ">= 8000"}``. Other records are
-    rejected."""
+    """Conditions on manifest keys with numbers, such as ``{cer: "<= 0.03", bandwidth: ">= 8000"}``. Records that do not
+    meet them are rejected."""
     unit_records: Positive = 2000
     """Number of records in one unit of work."""
 

@@ -58,7 +58,7 @@ class HoursTable(msgspec.Struct, forbid_unknown_fields=True):
                 self._add(dimension, value, *numbers)
 
     def doubts(self, num_recordings: int) -> list[str]:
-        """Return a warning if one speaker has a suspiciously large share of the kept records."""
+        """Return a warning about a speaker with a suspiciously large share of the kept records, if there is one."""
         kept = Counter({name: int(row[1]) for name, row in self.sums.get("speaker", {}).items()})
         total = kept.total()
         return [

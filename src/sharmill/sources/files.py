@@ -57,13 +57,14 @@ _ITEM: Final = r"(?:(?!_OP_|_CL_)[\w.-])+"
 _RANGE: Final = re.compile(
     "|".join(rf"{opening}(\d+\.\.\d+|{_ITEM}(?:,{_ITEM})+){closing}" for opening, closing in _BRACKETS)
 )
-# JSON strings, which are kept, and the constants that Python's json writes although JSON does not have them.
+# Group 1 matches JSON strings, which are kept. The rest matches NaN and Infinity, which Python's json writes although
+# JSON does not allow them.
 _CONSTANT: Final = re.compile(rb'("(?:[^"\\]|\\.)*+"?)|(?<!-)NaN|-?Infinity', re.DOTALL)
 _KEY_OF_CONSTANT: Final = re.compile(rb'"([^"]*)"\s*:\s*(-?(?:NaN|Infinity))')
 _objects: Final = msgspec.json.Decoder(dict[str, Any])
 _MAX_FILES: Final = 1_000_000
 _MAX_DIGITS: Final = 18
-# A file with a longer line is not line-based, and such a line would be read into memory completely.
+# Limit for lines: a file with a longer line is not line-based, and the line would be read into memory completely.
 _MAX_LINE_BYTES: Final = 64 << 20
 # Bytes from the start of a file that show whether it can contain records.
 _HEAD_BYTES: Final = 1 << 16
@@ -378,7 +379,7 @@ class _CompressedFile(io.BufferedReader):
 
 
 class _CheckedEnd(io.BufferedIOBase):
-    """Mixin for BZ2File and LZMAFile, which take trailing bytes that begin no other stream for the end of the file."""
+    """Mixin that rejects other bytes after the compressed data, which BZ2File and LZMAFile ignore."""
 
     def __init__(self, stream: Any) -> None:
         self._compressed = _CompressedFile(stream)

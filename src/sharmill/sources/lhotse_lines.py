@@ -188,8 +188,8 @@ def speech_record(
         lost |= layer.keys() - kept.keys() - _AUDIO_KEYS
         lost |= {_SEVERAL_VALUES.format(key) for key in kept.keys() & record.keys() if kept[key] != record[key]}
         record |= kept
-    # Keep the origin of a segment that was stored as another file since. If a Shar was built from a Shar, the first
-    # origin is kept.
+    # Keep the origin of a segment that has since been stored in another file. If a Shar was built from a Shar, the
+    # first origin is kept.
     custom = layers[1] | layers[0]
     taken_from = {f"source_{key}": custom[key] for key in ("audio_filepath", "offset", "channel") if key in custom}
     record |= {key: value for key, value in taken_from.items() if key not in record}

@@ -41,7 +41,7 @@ from sharmill.sources.lhotse_lines import (
 
 # Fields that usually contain the audio.
 _USUAL_FIELDS: Final = (TARGET_AUDIO, RECORDING)
-# Seconds. Stored audio is exactly the cut's segment if their durations differ by no more than a codec's delay.
+# Tolerance in seconds, since a codec may add a delay. Within it, stored audio counts as exactly the cut's segment.
 _SAME_SECONDS: Final = 0.025
 # Keys of cuts that are not copied to the record.
 _DROPPED: Final = (*CONTEXT_KEYS, DURATION_FROM_HEADER, CONTEXT_UNALIGNED, SOURCE_CUT_ID)
@@ -119,7 +119,7 @@ class LhotseSharSource(ContainerSource, RunSource, ColumnSource):
             count = shard.count
             if count < 0:
                 lines, damage = salvage_lines(self.folder / shard.files[CUTS])
-                # All cuts lost behind a damaged place count as one.
+                # All cuts after a damaged place count as one.
                 count = len(lines) + (damage is not None)
             yield [number, count], count
 

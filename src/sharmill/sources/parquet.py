@@ -41,7 +41,7 @@ class ParquetSource(ContainerSource, RunSource, ColumnSource):
     """Records of parquet or Arrow files, such as Hugging Face audio datasets: one utterance per row."""
 
     file_keys: ClassVar[tuple[str, ...]] = ("parquet",)
-    # The end of a parquet file describes everything except the rows.
+    # The ends are enough, since the end of a parquet file describes everything except the content of the rows.
     digests: ClassVar[dict[str, Digest]] = {"parquet": "ends"}
     checks_columns: ClassVar[bool] = True
     type: str = "parquet"

@@ -50,7 +50,7 @@ def join_stretches(stretches: Sequence[Stretch], max_gap: float, max_duration: f
 def split_runs(
     parts: Iterable[Any], max_gap: float = math.inf, max_duration: float = math.inf, *, enough: float = math.inf
 ) -> Iterator[list[Any]]:
-    """Yield runs of consecutive parts, which have ``start`` and ``end`` in seconds and are sorted by start.
+    """Split parts into runs; the parts have ``start`` and ``end`` in seconds and are sorted by start.
 
     A run ends before a pause of more than ``max_gap`` seconds, before it would exceed ``max_duration`` seconds, and as
     soon as it lasts ``enough`` seconds.

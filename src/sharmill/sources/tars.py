@@ -108,8 +108,8 @@ class TarSource(ContainerSource):
             self.container(file)
 
 
-# (members of an archive by clean name, with None for an ambiguous name; a message if the archive is damaged after these
-# members, otherwise None; a function that returns the set of names)
+# The content of an archive: its members by clean name (None for an ambiguous name); a message if the archive is damaged
+# after these members, otherwise None; and a function that returns the set of names.
 MemberTable = tuple[dict[str, TarMember | None], str | None, Callable[[], Names]]
 
 

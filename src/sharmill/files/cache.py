@@ -93,7 +93,7 @@ class Cache:
 
     @classmethod
     def of_run(cls, run_dir: str, cache_dir: str | None, gib: float) -> Cache:
-        """Return the cache of a run: in ``cache_dir`` if it is set, where runs can share it, or in the run directory."""
+        """Return the cache of a run: in ``cache_dir`` if it is set, shared by runs, or in the run directory."""
         if cache_dir is None:
             return replace(cls.at(Path(run_dir) / "copies", gib), is_of_run=True)
         return cls.at(cache_dir, gib, scope=os.path.realpath(run_dir))

@@ -39,7 +39,7 @@ CASES = [
     ("malformed", {"duration": True}, {}, "duration is 'True'"),
     ("malformed", {"duration": [2.0]}, {}, "duration is '[2.0]'"),
     ("malformed", {"offset": "0"}, {}, "offset is '0'"),
-    ("malformed", {"_alignment": {"word": [["good", 1.5, 0.7]]}}, {}, "_alignment is not of the form"),
+    ("malformed", {"_alignment": {"word": [["good", 1.5, 0.7]]}}, {}, "_alignment must have the form"),
     ("malformed", {"_alignment": "word.ctm"}, {}, "within the segment"),
     ("malformed", {"audio_filepath": 3}, {}, "audio_filepath is '3', a number, not a text"),
     ("malformed", {"audio_filepath": None}, {}, "audio_filepath is null, not a text"),

@@ -309,7 +309,7 @@ class TestDamage:
     [
         (pa.array([{"array": [0.0], "sampling_rate": 1}]), {}, "bad_config_value", ["decoded samples"]),
         (pa.array([[0.0, 1.0]]), {}, "bad_config_value", ["decoded samples"]),
-        (pa.array([3]), {}, "bad_config_value", ["is int64"]),
+        (pa.array([3]), {}, "bad_config_value", ["has the type int64"]),
         (pa.array([{"bytes": "a"}]), {}, "bad_config_value", ["struct<bytes: string>"]),
         (pa.array([{"url": "a"}]), {}, "bad_config_value", ["struct<url: string>"]),
         (pa.array(["a"]), {"audio": "audoi"}, "unknown_key", ["did you mean 'audio'"]),

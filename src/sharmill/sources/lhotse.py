@@ -211,7 +211,7 @@ def _audio(
         ),
     )
     part, index = _part(recording, channels, channel)
-    other_type = "malformed", f"the audio has the type {part.type[:40]!r}, not the path of a file or a URL"
+    other_type = "malformed", f"the audio has type {part.type[:40]!r}, but no path of a file and no URL"
     is_named = part.type in ("file", "url") and isinstance(part.source, str)
     refuse_record((not is_named, *_NO_FILES.get(part.type, other_type)))
     record: dict[str, Any] = {"audio_filepath": part.source}

@@ -98,7 +98,7 @@ def decode_lhotse_line(line: bytes, kind: type[T]) -> T:
     Raises:
         RejectRecord: ``malformed``.
     """
-    problem = f"the line is not a lhotse {kind.__name__.lower()}"
+    problem = f"the line is not a lhotse {kind.__name__.removesuffix('Line').lower()}"
     try:
         return decode_json(line, _decoder(kind), problem)
     except RejectRecord:

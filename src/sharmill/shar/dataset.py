@@ -15,6 +15,7 @@ from sharmill.files.trust import require_trusted_owner
 from sharmill.shar.fields import (
     CUTS,
     DATASET_FILE,
+    INDEX_PACK_FILE,
     SHARDS_FILE,
     TARGET_CODES,
     Field,
@@ -215,6 +216,8 @@ class ShardedDataset:
         return [name for name in found if name not in sidecars]
 
     def _remove_files(self, fields: Sequence[Field], num_shards: int | None) -> None:
+        # It points into the files of all fields.
+        remove(self.directory / INDEX_PACK_FILE)
         for field in fields:
             # Numbers in the names of existing files, each of which may be the number of a shard.
             found = {int(part) for name in self._stored(field.name) for part in name.split(".") if part.isdecimal()}

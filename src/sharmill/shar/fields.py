@@ -25,9 +25,10 @@ POSITION: Final = "shar_position"
 
 # The fields of a dataset with contexts; see ``base_fields``.
 BASE_FIELDS: Final = (CUTS, TARGET_AUDIO, CONTEXT_AUDIO)
-# The files of the index, whose names no field may use.
+# The files of the index and lhotse's index pack (see ``sidecars``), whose names no field may use.
 DATASET_FILE: Final = "dataset.json"
 SHARDS_FILE: Final = "shards.jsonl"
+INDEX_PACK_FILE: Final = "dataset.idxpack"
 
 _CODES_PREFIX: Final = "codes_"
 # The place of the shard's index in a file pattern.
@@ -81,7 +82,8 @@ class Field(msgspec.Struct, frozen=True, kw_only=True):
         prefix, suffix = f"{self.name}/", f".{_INDEX}{_ENDINGS[self.kind]}"
         stem = self.file.removeprefix(prefix).removesuffix(suffix)
         for is_wrong, problem in (
-            (not self.name.isprintable() or not _NAME.fullmatch(self.name) or self.name in (DATASET_FILE, SHARDS_FILE),
+            (not self.name.isprintable() or not _NAME.fullmatch(self.name)
+             or self.name in (DATASET_FILE, SHARDS_FILE, INDEX_PACK_FILE),
              f"{self.name!r} is not a valid field name"),
             (not _STEM.fullmatch(stem) or self.file != f"{prefix}{stem}{suffix}",
              f"the files of the field {self.name} are named {self.file!r} instead of {prefix}NAME{suffix}"),

@@ -12,10 +12,11 @@ from typing import Any
 
 import numpy as np
 
-from sharmill.files.atomic import make_folder, remove_temp_files, require_writable, write_atomic
+from sharmill.files.atomic import make_folder, remove, remove_temp_files, require_writable, write_atomic
+from sharmill.files.disk import stopping_errors
 from sharmill.files.trust import require_trusted_owner
-from sharmill.shar.fields import CUTS, sidecar_files
-from sharmill.shar.index import changing_index, read_dataset, read_shards
+from sharmill.shar.fields import CUTS, INDEX_PACK_FILE, sidecar_files
+from sharmill.shar.index import ShardRecord, changing_index, read_dataset, read_shards
 from sharmill.shar.items import ItemTable
 from sharmill.shar.json_lines import read_json_lines
 from sharmill.shar.reading.shard_source import IndexedShardSource
@@ -24,10 +25,15 @@ from sharmill.shar.reading.shard_source import IndexedShardSource
 def write_sidecars(dataset: str | Path, into: str | Path | None = None) -> None:
     """Write the index files of a finished dataset, and uncompressed copies of its cuts and values.
 
+    If the installed lhotse knows index packs, ``dataset.idxpack`` also holds all of them in one file, with a collection
+    per field: its role and source are the name of the field, and its kind is ``json-lines`` or ``tar-members``. The
+    paths in a pack are absolute, because lhotse would resolve others against the working directory of the reader. A
+    dataset that was moved therefore needs a new pack.
+
     Args:
         dataset: the dataset directory.
         into: where to write them, in subfolders as in the dataset; by default in the dataset itself, where the checker
-            recognizes them. No other command updates them, so write them again after adding a codec.
+            recognizes them. No other command updates them, so write them again after adding a codec or shards.
 
     Raises:
         ConfigError: the dataset is not finished, or a folder is not writable or is a link.
@@ -44,10 +50,14 @@ def write_sidecars(dataset: str | Path, into: str | Path | None = None) -> None:
     num_shards = read_dataset(directory).num_shards
     require_writable(root)
     with changing_index(root):
-        for shard in read_shards(directory, num_shards):
+        # A pack of earlier index files, and what a killed process has left of one.
+        remove(root / INDEX_PACK_FILE, *root.glob(f".{INDEX_PACK_FILE}.tmp.*"))
+        shards = list(read_shards(directory, num_shards))
+        for shard in shards:
             require_trusted_owner(root, {(root / file.file).parent for file in shard.fields.values()})
             for name in shard.files.values():
                 _write_sidecars_of(name, directory, root)
+        _write_index_pack(shards, directory, root)
 
 
 def indexed_shar(
@@ -73,12 +83,16 @@ def indexed_shar(
     for shard in range(source.num_shards):
         found = source.files(shard)
         for name, path in ((CUTS, found.cuts), *found.fields.items()):
-            *plain, index = (
-                str(root / sidecar) for sidecar in sidecar_files(str(Path(str(path)).relative_to(directory)))
-            )
-            files.setdefault(name, []).append(plain[0] if plain else str(path))
-            indices.setdefault(name, []).append(index)
+            indexed, index = _indexed_file(str(Path(str(path)).relative_to(directory)), directory, root)
+            files.setdefault(name, []).append(str(indexed))
+            indices.setdefault(name, []).append(str(index))
     return {"fields": files, "index_path": indices}
+
+
+def _indexed_file(name: str, directory: Path, root: Path) -> tuple[Path, Path]:
+    """Return the file that is indexed for a file of the dataset, itself or its uncompressed copy, and the index."""
+    *plain, index = sidecar_files(name)
+    return (root / plain[0] if plain else directory / name), root / index
 
 
 def _write_sidecars_of(name: str, directory: Path, root: Path) -> None:
@@ -98,3 +112,27 @@ def _write_sidecars_of(name: str, directory: Path, root: Path) -> None:
             write_atomic(root / copy, b"".join(line + b"\n" for line in lines))
         offsets = [0, *accumulate(len(line) + 1 for line in lines)]
     write_atomic(root / index, np.array(offsets, "<u8").tobytes())
+
+
+def _write_index_pack(shards: Sequence[ShardRecord], directory: Path, root: Path) -> None:
+    """Write the index files of all shards into one file, if lhotse has the format."""
+    try:
+        from lhotse.index_pack import IndexPackCollectionSpec, write_index_pack
+    except ImportError:
+        return
+    fields: dict[str, list[str]] = {}
+    indices: dict[str, Path] = {}
+    for shard in shards:
+        for field, name in shard.files.items():
+            path, index = _indexed_file(name, directory.absolute(), root.absolute())
+            fields.setdefault(field, []).append(str(path))
+            indices[str(path)] = index
+    collections = [
+        IndexPackCollectionSpec(field, "tar-members" if paths[0].endswith(".tar") else "json-lines", field, paths)
+        for field, paths in fields.items()
+    ]
+    # With their sizes given, files whose times lie in the future are taken too.
+    sizes = {path: Path(path).stat().st_size for path in indices}
+    pack = root / INDEX_PACK_FILE
+    with stopping_errors(pack):
+        write_index_pack(pack, collections, index_path_overrides=indices, source_size_overrides=sizes)

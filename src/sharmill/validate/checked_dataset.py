@@ -11,7 +11,7 @@ from typing import Final, TypeVar
 
 from sharmill.errors import ConfigError, DamagedShard
 from sharmill.files.location import Location, RemoteLocation, is_remote
-from sharmill.shar.fields import DATASET_FILE, SHARDS_FILE, sidecar_files
+from sharmill.shar.fields import DATASET_FILE, INDEX_PACK_FILE, SHARDS_FILE, sidecar_files
 from sharmill.shar.index import CodecRecord, DatasetRecord, ShardRecord, read_dataset, read_shards
 from sharmill.shar.rebuild import find_shards
 from sharmill.validate.findings import Finding
@@ -169,7 +169,7 @@ def check_directory(subject: CheckedDataset) -> Iterator[Finding]:
     if not subject.has_index or isinstance(subject.directory, RemoteLocation):
         return  # it is unknown which files belong to a shard, or the folders at a URL cannot be listed
     expected = {DATASET_FILE, SHARDS_FILE} | {file for shard in subject.shards for file in shard.files.values()}
-    expected |= {sidecar for file in expected for sidecar in sidecar_files(file)}
+    expected |= {sidecar for file in expected for sidecar in sidecar_files(file)} | {INDEX_PACK_FILE}
     folders = {parent.as_posix() for file in expected for parent in PurePosixPath(file).parents}
     for path in sorted(subject.directory.rglob("*")):
         name = path.relative_to(subject.directory).as_posix()

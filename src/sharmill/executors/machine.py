@@ -29,12 +29,8 @@ def examine_machine(folder: Path) -> Iterator[Check]:
     optional = [*of_models, "pyarrow", "av", "submitit", "ray"]
     found = versions(*_NEEDED, *optional)
     yield Check("sharmill", found["sharmill"])
-    torch, torchaudio = (found[package].partition("+")[0] for package in ("torch", "torchaudio"))
-    to_do = {package: f"pip install {package}" for package in _NEEDED if found[package] == "absent"}
-    if not to_do.keys() & {"torch", "torchaudio"} and torch != torchaudio:
-        to_do["torchaudio"] = f"pip install torchaudio=={torch}: torchaudio must have the same version as torch"
     for package in _NEEDED:
-        yield Check(package, found[package], to_do.get(package, ""))
+        yield Check(package, found[package], f"pip install {package}" if found[package] == "absent" else "")
     # Missing optional packages are no problem, since a dataset may need none of them.
     yield Check("optional", ", ".join(f"{package} {found[package]}" for package in optional))
     yield Check("cores", f"{len(os.sched_getaffinity(0))} for this process, {os.cpu_count()} in total")

@@ -78,7 +78,9 @@ coverage: venv
 	$(BIN)/coverage report --sort=cover > build/coverage.txt
 	@echo "coverage: $$($(BIN)/coverage report --format=total) %"
 
+# setuptools would also pack modules that it has copied to build/lib before and that no longer exist.
 wheel: venv
+	rm -rf build/lib
 	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist .
 
 # The rows of a group, by default those of docs/performance.md, in some minutes.

@@ -133,7 +133,7 @@ def test_a_part_of_a_file_is_never_read_for_all(make, reason):
 
 
 def test_what_is_behind_the_audio_is_said():
-    with pytest.raises(RejectRecord, match="has 44,000 bytes behind the audio that its header states"):
+    with pytest.raises(RejectRecord, match="has 44,000 bytes after the audio that its header states"):
         probe_bytes(wav(data_size=20000))
 
 

@@ -277,9 +277,9 @@ def test_without_sph2pipe_the_record_is_rejected_with_the_remedy(mu_law, tmp_pat
 @pytest.mark.parametrize(
     ("does", "reason", "said"),
     [
-        ("echo cannot read >&2; exit 3", "unreadable_audio", "ended with status 3: cannot read"),
-        ("echo no audio", "unreadable_audio", "as sph2pipe gives it"),
-        ("true", "unreadable_audio", "as sph2pipe gives it"),
+        ("echo cannot read >&2; exit 3", "unreadable_audio", "failed with status 3: cannot read"),
+        ("echo no audio", "unreadable_audio", "decompressed by sph2pipe"),
+        ("true", "unreadable_audio", "decompressed by sph2pipe"),
         ("head -c 30000 {folder}/decompressed.wav", "duration_mismatch", f"of {COUNT} samples"),
     ],
 )

@@ -55,7 +55,7 @@ def test_a_file_longer_than_its_record_says_is_not_decoded(tmp_path, peak):
     (tmp_path / "a.wav").write_bytes(odd.wav(bytes(2 * 16000 * 600)))
     reader = SegmentReader(AudioRoots.of([tmp_path]), duration_tolerance=0.1)
     tracemalloc.reset_peak()
-    with pytest.raises(RejectRecord, match="duration_mismatch: the manifest says 3 s, the audio has 600 s"):
+    with pytest.raises(RejectRecord, match="duration_mismatch: the manifest states 3 s, but the audio has 600 s"):
         reader.read(segment("a.wav", 3.0))
     with pytest.raises(RejectRecord, match="changed_audio"):
         reader.read(segment("a.wav", 3.0, size=96044))

@@ -1,6 +1,6 @@
-"""Files of rows, parquet and Arrow: their columns, read one row group or record batch at a time.
+"""Parquet and Arrow files: their columns, read one row group or record batch at a time.
 
-A file is known by its content, whatever its name. pyarrow is imported where a file is opened.
+The format is detected from the content, whatever the name. pyarrow is imported when a file is opened.
 """
 
 from __future__ import annotations
@@ -23,28 +23,28 @@ if TYPE_CHECKING:
 
 _OPEN_FILES: Final = 8
 _DECRYPT: Final = "store it without encryption, and name that file"
-# Held while a group is read, since another thread that asks probably wants the same.
+# Held while a group is read: another thread that asks meanwhile probably wants the same group.
 _reading: Final = Lock()
-# Errors that pyarrow raises for a damaged file; ArrowInvalid is a ValueError.
+# Errors that pyarrow raises for damaged files; ArrowInvalid is a ValueError.
 _DAMAGE: Final = (OSError, ValueError, NotImplementedError, KeyError, IndexError)
 
 
 class UnreadableRows(Exception):
-    """A file of rows, or a group of them, that cannot be read; the message says why."""
+    """A parquet or Arrow file, or a group of its rows, cannot be read; the message says why."""
 
 
 class RowFile:
     """An open parquet or Arrow file; its groups are row groups or record batches.
 
     Args:
-        schema: of its columns.
-        group_sizes: the number of rows of each group.
-        read: returns columns of a group.
-        metadata: of a parquet file.
+        schema: the schema of the columns.
+        group_sizes: the number of rows in each group.
+        read: a function (group, columns) -> table.
+        metadata: the metadata of a parquet file; None for Arrow.
 
     Attributes:
-        is_mapped: True of an Arrow file, of which a row is read alone.
-        starts: the number of the first row of each group, and behind them that of all rows.
+        is_mapped: True for an Arrow file, whose rows can be read one by one.
+        starts: the number of the first row of each group, then the number of rows in the file.
     """
 
     def __init__(
@@ -60,10 +60,10 @@ class RowFile:
         self._lock = Lock()
 
     def read(self, group: int, columns: list[str]) -> pa.Table:
-        """Return columns of a group; a column of structs may be named with one of its fields, ``audio.bytes``.
+        """Return columns of a group; ``audio.bytes`` names one field of a column of structs.
 
         Raises:
-            UnreadableRows: it is damaged or encrypted.
+            UnreadableRows: the group is damaged or encrypted.
         """
         try:
             with self._lock:
@@ -72,7 +72,7 @@ class RowFile:
             raise UnreadableRows(f"its rows cannot be read: {one_line(error)}") from error
 
     def audio_bytes(self, column: str) -> str | None:
-        """Return the column, or its field, that has the bytes of audio, such as ``audio.bytes``; None without bytes."""
+        """Return the name by which to read the bytes of a column, such as ``audio.bytes``; None if it has none."""
         from pyarrow import types
 
         kind = self.schema.field(column).type
@@ -81,13 +81,13 @@ class RowFile:
         return None if types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind) else column
 
     def num_nulls(self, group: int, column: str) -> int | None:
-        """Return how many values of a column, or of a field of it, are null; None where only reading them tells."""
+        """Return the number of nulls in a column or one of its fields; None if the file does not state it."""
         chunk = next((chunk for chunk in self._chunks(group) if chunk.path_in_schema == column), None)
         statistics = None if chunk is None else chunk.statistics
         return statistics.null_count if statistics is not None and statistics.has_null_count else None
 
     def num_bytes(self, group: int, column: str) -> int:
-        """Return how many bytes of memory a column of a group takes; 0 where it is mapped."""
+        """Return the memory in bytes that a column of a group takes; 0 for a mapped file."""
         own = (chunk for chunk in self._chunks(group) if chunk.path_in_schema.partition(".")[0] == column)
         return sum(chunk.total_uncompressed_size for chunk in own)
 
@@ -105,10 +105,10 @@ def _select(batch: pa.RecordBatch, columns: list[str]) -> pa.Table:
 
 
 def open_rows(path: Path) -> RowFile:
-    """Open a file of rows, or return it as it is where it is one of those that were opened last.
+    """Open a parquet or Arrow file; the files opened last are kept open and returned again.
 
     Raises:
-        UnreadableRows: it is missing, encrypted, cut off, or neither parquet nor Arrow.
+        UnreadableRows: the file is missing, encrypted, truncated, or neither parquet nor Arrow.
     """
     return _open(path, file_state(path))
 
@@ -134,7 +134,7 @@ def _open(path: Path, state: tuple[int, int] | None) -> RowFile:
             kind = "parquet"
             file = pyarrow.parquet.ParquetFile(path)
             metadata = file.metadata
-            # The footer of a file with encrypted columns is signed; pyarrow ends the process if their metadata is read.
+            # A file with encrypted columns has a signed footer. pyarrow would crash on reading their metadata.
             if metadata.serialized_size != int.from_bytes(end[:4], "little"):
                 raise UnreadableRows(f"{path} has encrypted columns; {_DECRYPT}")
             sizes = [metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)]
@@ -146,33 +146,33 @@ def _open(path: Path, state: tuple[int, int] | None) -> RowFile:
             return RowFile(reader.schema, sizes, lambda group, columns: _select(reader.get_batch(group), columns))
         table = pyarrow.ipc.open_stream(pyarrow.memory_map(str(path))).read_all()
         if end != b"\xff\xff\xff\xff\0\0\0\0":
-            raise ValueError("it ends without an end mark; it is cut off")
+            raise ValueError("it is truncated: the end-of-stream marker is missing")
         batches = table.to_batches()
         sizes = [batch.num_rows for batch in batches]
         return RowFile(table.schema, sizes, lambda group, columns: _select(batches[group], columns))
     except _DAMAGE as error:
         remedy = (
-            "it is newer than the installed pyarrow: update that, or write the file anew"
+            "it is newer than the installed pyarrow: update pyarrow, or write the file again"
             if "nsupported future" in str(error)
-            else "copy it again, or take it out of sources"
+            else "copy it again, or remove it from sources"
         )
         raise UnreadableRows(f"{path} cannot be read as {kind}: {one_line(error)}; {remedy}") from error
 
 
 def file_state(path: Path) -> tuple[int, int] | None:
-    """Return what tells a file that was replaced from the one before; None of one that is not there."""
+    """Return the size and modification time of a file, which change if it is replaced; None if it is missing."""
     try:
         status = path.stat()
-    except OSError:  # opening it says why
+    except OSError:  # opening the file will report it
         return None
     return status.st_size, status.st_mtime_ns
 
 
 def read_audio_column(path: Path, column: str, group: int) -> pa.ChunkedArray:
-    """Return the bytes of the audio of a group of rows; those of the group that was read last are kept.
+    """Return the audio bytes of all rows in a group; the last group read is kept in memory.
 
     Raises:
-        UnreadableRows: they cannot be read.
+        UnreadableRows: the rows cannot be read.
     """
     with _reading:
         return _audio_column(path, file_state(path), column, group)
@@ -191,13 +191,13 @@ def _audio_column(path: Path, state: tuple[int, int] | None, column: str, group:
 
 
 def read_audio(path: Path, member: Member) -> bytes:
-    """Return the audio file that a row has in a column.
+    """Return the audio file that is stored in a row.
 
     Raises:
-        RejectRecord: missing_audio or unreadable_audio where there is no such file or row, changed_audio where the row
-            has another number of bytes than ``member`` says.
+        RejectRecord: missing_audio or unreadable_audio if there is no such file or row; changed_audio if the number of
+            bytes differs from ``member``.
     """
-    refuse_record((not path.exists(), "missing_audio", f"{path} is not there"))
+    refuse_record((not path.exists(), "missing_audio", f"{path} does not exist"))
     try:
         starts = open_rows(path).starts
         if member.start >= starts[-1]:
@@ -208,6 +208,6 @@ def read_audio(path: Path, member: Member) -> bytes:
     except UnreadableRows as error:
         raise RejectRecord("unreadable_audio", str(error)) from error
     found = "no" if data is None else len(data)
-    detail = f"row {member.start} of {path} has {found} bytes of audio, and had {member.size}"
+    detail = f"row {member.start} of {path} has {found} bytes of audio instead of {member.size}"
     refuse_record((found != member.size, "changed_audio", detail))
     return data

@@ -1,4 +1,4 @@
-"""The bytes of an audio file, as decoders read them: a file, a range of one, or data in memory."""
+"""Byte sources for decoders: a file, a range of a file, or data in memory."""
 
 import io
 import os
@@ -11,14 +11,14 @@ _BLOCK_BYTES: Final = 1 << 20
 
 
 class AudioBytes:
-    """The bytes of an audio file: all of a file or a range of them, or data in memory.
+    """The bytes of an audio file: a whole file, a range of one, or data in memory.
 
     Args:
-        name: what errors call it.
-        data: an open file without a buffer, or bytes.
-        start: of the range in the data.
-        size: bytes of the range; by default all of the data.
-        head: bytes in front of the range, in place of a header that is wrong.
+        name: the name to use in error messages.
+        data: an open unbuffered file, or bytes.
+        start: the first byte of the range.
+        size: the number of bytes in the range; by default all of the data.
+        head: bytes to put before the range, replacing a wrong header.
     """
 
     def __init__(
@@ -33,18 +33,18 @@ class AudioBytes:
         self._data = bytes(data) if isinstance(data, (bytes, bytearray, memoryview)) else data
         self._start = start
         self._head = head
-        # Only a whole file has a descriptor, since the decoder moves its position.
+        # A decoder moves the position of the descriptor, so only a whole file may be read through it.
         self.descriptor = None if isinstance(self._data, bytes) or size is not None else self._data.fileno()
         if size is None:
             size = len(self._data) if isinstance(self._data, bytes) else os.fstat(self._data.fileno()).st_size
         self.size = len(head) + size
 
     def with_head(self, head: bytes, start: int, stop: int) -> "AudioBytes":
-        """Return the bytes from ``start`` to ``stop`` behind ``head``."""
+        """Return ``head`` followed by the bytes from ``start`` to ``stop``."""
         return AudioBytes(self.name, self._data, self._start + start, stop - start, head)
 
     def read(self, start: int = 0, size: int | None = None) -> bytes:
-        """Return bytes from ``start`` on, apart from the position of any decoder; fewer at the end."""
+        """Return up to ``size`` bytes from ``start``, without moving the position of any decoder."""
         size = min(self.size - start if size is None else size, self.size - start)
         if size <= 0:
             return b""
@@ -54,7 +54,7 @@ class AudioBytes:
             return first + self._data[position : position + size]
         descriptor = self._data.fileno()
         data = os.pread(descriptor, size, position)
-        while 0 < len(data) < size:  # a read of more than 2 GiB comes in parts
+        while 0 < len(data) < size:  # the system splits reads of more than 2 GiB
             more = os.pread(descriptor, size - len(data), position + len(data))
             if not more:
                 break
@@ -63,26 +63,26 @@ class AudioBytes:
 
     @property
     def identity(self) -> Hashable:
-        """Equal for the same bytes: of a file its number, size and time of change, of data a checksum."""
+        """A key of the content: inode, size and modification time of a file, or a checksum of data in memory."""
         if isinstance(self._data, bytes):
             return self.checksum()
         status = os.fstat(self._data.fileno())
         return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, self._start, self.size, self._head
 
     def checksum(self) -> str:
-        """Return the checksum of all bytes, as ``files.checksums.checksum``."""
+        """Return the checksum of all bytes, as ``files.checksums.checksum`` computes it."""
         digest = xxhash.xxh3_64()
         for start in range(0, self.size, _BLOCK_BYTES):
             digest.update(self.read(start, _BLOCK_BYTES))
         return digest.hexdigest()
 
     def stream(self) -> BinaryIO:
-        """Return a file object with a position of its own."""
+        """Return a file object with its own position."""
         return io.BytesIO(self.read()) if isinstance(self._data, bytes) else io.BufferedReader(_Stream(self), 1 << 16)
 
 
 class _Stream(io.RawIOBase):
-    """A file object over ``AudioBytes``."""
+    """A raw file object that reads ``AudioBytes``."""
 
     def __init__(self, source: AudioBytes) -> None:
         self._source = source

@@ -1,4 +1,4 @@
-"""Encoding of samples as FLAC, WAV, MP3 or Opus, through libsndfile."""
+"""Encoding of samples as FLAC, WAV, MP3 or Opus by libsndfile."""
 
 import io
 from typing import Final
@@ -10,7 +10,7 @@ from sharmill.audio.decoder import FULL_SCALE, check_finite, to_float
 from sharmill.audio.ogg import with_serial
 from sharmill.errors import refuse, refuse_record
 
-# Our name -> libsndfile's format and subtype, and the sampling rates that can be written (None: any).
+# Format -> libsndfile's format and subtype, and the sampling rates that it can write (None: any).
 _ENCODINGS: Final[dict[str, tuple[str, str, tuple[int, ...] | None]]] = {
     "flac": ("FLAC", "PCM_16", None),
     "wav": ("WAV", "PCM_16", None),
@@ -19,11 +19,11 @@ _ENCODINGS: Final[dict[str, tuple[str, str, tuple[int, ...] | None]]] = {
 }
 ENCODERS: Final[tuple[str, ...]] = tuple(_ENCODINGS)
 _OGG_SERIAL: Final = 1
-_FLAC_MAX_ANY_RATE: Final = 65535  # beyond, only multiples of 10 Hz
+_FLAC_MAX_ANY_RATE: Final = 65535  # higher rates must be multiples of 10 Hz
 
 
 def _to_int16(samples: np.ndarray) -> np.ndarray:
-    """Return floats clipped and rounded to 16 bits as libsndfile does for FLAC, in less time than it takes itself."""
+    """Clip and round floats to 16 bits as libsndfile does for FLAC, but faster."""
     scaled = np.clip(samples, -1.0, 1.0, dtype=np.float32)
     scaled *= np.float32(FULL_SCALE)
     np.rint(scaled, out=scaled)
@@ -31,7 +31,7 @@ def _to_int16(samples: np.ndarray) -> np.ndarray:
 
 
 def encoder_problem(format: str, sampling_rate: int) -> str:
-    """Return why ``encode`` cannot write a format at a rate, and what to set instead; "" where it can."""
+    """Return why ``encode`` cannot write a format at a rate, and what to set instead; "" if it can."""
     if format not in _ENCODINGS:
         return f"audio format {format!r} cannot be written; choose one of {', '.join(ENCODERS)}"
     rates, cannot = _ENCODINGS[format][2], f"{format} cannot hold audio at {sampling_rate} Hz: set sampling_rate"
@@ -49,25 +49,32 @@ def check_encoder(format: str, sampling_rate: int) -> None:
 
 
 def count_clipped(audio: np.ndarray) -> int:
-    """Return how many samples of ``audio`` (samples,) are beyond full scale, so that ``encode`` clips them."""
-    # The extremes tell that there are none, as mostly, in less time than a look at all samples.
+    """Return the number of samples of ``audio`` (samples,) that ``encode`` clips because they exceed full scale."""
+    # Mostly there are none, which the extremes show faster than a comparison of all samples.
     has_any = audio.dtype != np.int16 and max(audio.max(initial=0), -audio.min(initial=0)) > 1
     return int(np.count_nonzero(np.abs(audio) > 1)) if has_any else 0
 
 
 def encode(audio: np.ndarray, sampling_rate: int, format: str, compression: float | None = None) -> bytes:
-    """Encode mono ``audio`` (samples,) as one of ``ENCODERS``: int16, or floats, which are clipped to [-1, 1].
+    """Encode mono ``audio`` (samples,), int16 or float, in one of the formats ``ENCODERS``.
 
-    Same samples, same bytes, in every process and at every time (one build of libsndfile, one kind of CPU).
-    flac and wav hold 16 bits: what was decoded from 16 bits comes back exactly, and int16 gives the bytes that the
-    same values as floats give. All four keep rate and number
-    of samples as ``probe_bytes`` and ``decode_bytes`` report them: mp3 by the delays in its Info frame, opus by
-    pre-skip and last granule position. Their bit rates are libsndfile's: variable, for speech at 16, 24 and 48 kHz
-    about 43, 55 and 68 kbit/s (mp3) and 28, 37 and 62 kbit/s (opus).
-    Other readers may find more samples (mp3) or 48 kHz (opus). ``compression``, from 0 to 1, is libsndfile's level.
+    Floats are clipped to [-1, 1]. Equal samples give equal bytes in every process, with the same build of libsndfile
+    and the same kind of CPU. flac and wav store 16 bits: audio that was decoded from 16 bits is restored exactly, and
+    int16 samples give the same bytes as the equal floats.
+
+    ``probe_bytes`` and ``decode_bytes`` find the same rate and number of samples in all four formats: mp3 states its
+    delays in the Info frame, opus in the pre-skip and the last granule position. Other readers may find more samples
+    (mp3) or 48 kHz (opus). Bit rates are libsndfile's variable ones: for speech at 16, 24 and 48 kHz about 43, 55 and
+    68 kbit/s (mp3) and 28, 37 and 62 kbit/s (opus).
+
+    Args:
+        audio: the samples.
+        sampling_rate: the sampling rate in Hz.
+        format: the format, one of ``ENCODERS``.
+        compression: libsndfile's compression level, from 0 to 1.
 
     Raises:
-        ConfigError: unknown format, or a sampling rate that it cannot hold.
+        ConfigError: the format is unknown, or cannot hold the sampling rate.
         RejectRecord: empty_audio, non_finite_audio.
         ValueError: ``audio`` is not one-dimensional.
     """
@@ -80,7 +87,7 @@ def encode(audio: np.ndarray, sampling_rate: int, format: str, compression: floa
         stored = audio if subtype == "PCM_16" else to_float(audio)
     else:
         check_finite(audio, "audio to encode")
-        # libsndfile clips for the 16-bit formats only; MP3 and Opus would keep the overshoot.
+        # libsndfile clips only for the 16-bit formats; MP3 and Opus would keep the overshoot.
         stored = _to_int16(audio) if format == "flac" else np.clip(np.asarray(audio, dtype=np.float32), -1.0, 1.0)
     buffer = io.BytesIO()
     sf.write(buffer, stored, sampling_rate, format=container, subtype=subtype, compression_level=compression)

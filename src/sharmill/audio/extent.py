@@ -1,7 +1,7 @@
-"""The extent of a recording: whether the header of a file states all of the audio that the file holds.
+"""The extent of a recording: checks that the header of a file covers all audio in the file.
 
-libsndfile believes headers. For each container that it reads, its header is compared with the file, without reading the
-audio if that is possible. Tags, padding and chunks of metadata behind the audio are no audio.
+libsndfile trusts headers. Here the header of each container that libsndfile reads is compared with the file, without
+reading the audio if possible. Tags, padding and metadata chunks after the audio do not count as audio.
 """
 
 import re
@@ -13,13 +13,13 @@ from sharmill.errors import RejectRecord, refuse_record
 
 Read = Callable[[int, int], bytes]
 
-# Writers to a pipe leave 0xFFFFFFFF (ffmpeg) or 0x7FFFF000 (sox) for a size that they cannot know.
+# A writer to a pipe does not know the size, and writes 0xFFFFFFFF (ffmpeg) or 0x7FFFF000 (sox) instead.
 STREAMED_BYTES: Final = 0x7FFF0000
 _BLOCK_BYTES: Final = 1 << 20
 _TAGS: Final = (b"ID3", b"TAG", b"APET", b"LYRI")
 _ID3: Final = (b"ID3\2", b"ID3\3", b"ID3\4")
 _ID3_SHIFTS: Final = (21, 14, 7, 0)
-# Magic bytes -> the first chunk, the form of a chunk's header, and the name of the chunk of samples.
+# Magic bytes -> position of the first chunk, struct format of a chunk header, and name of the chunk of samples.
 _CHUNKS: Final = {
     b"RIFF": (12, "<4sI", b"data"),
     b"RF64": (12, "<4sI", b"data"),
@@ -30,16 +30,16 @@ _CHUNKS: Final = {
 }
 _CHUNK_NAME: Final = re.compile(rb"[ -~]{4}")
 _UNKNOWN_BYTES: Final = 0xFFFFFFFF
-_MOST_BYTES: Final = 1 << 48  # beyond, it is the -1 of a writer that cannot know it
-# Bytes of a chunk of samples that has none: SSND has two numbers, data in CAF one.
+_MAX_STATED_BYTES: Final = 1 << 48  # a larger number is the -1 of a writer that did not know the size
+# Maximum size of a chunk without samples: SSND contains two numbers, data in CAF one.
 _EMPTY_BYTES: Final = 8
 _GARBAGE_BYTES: Final = 512
-# Chunks behind the samples that tools leave cut off.
+# Chunks after the samples that some tools leave truncated.
 _METADATA: Final = (b"LIST", b"id3 ", b"ID3 ")
-# With the flags of a number of frames and one of bytes.
+# An MP3 tag frame whose flags say that it states the numbers of frames and of bytes.
 _XING: Final = re.compile(rb"(?s)(?:Xing|Info)...[\x03\x07\x0b\x0f].{4}(.{4})")
 _TAG_FRAME: Final = re.compile(rb"Xing|Info|VBRI")
-# Bit rates of layer III in kbit/s by index, for other versions and for MPEG 1; sampling rates by the version bits.
+# Bit rates of layer III in kbit/s by index, for MPEG 1 (True) and other versions; sampling rates by version bits.
 _FRAME_HEADER: Final = 4
 _KBPS: Final = {
     True: (32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320),
@@ -49,9 +49,9 @@ _RATES: Final = {3: (44100, 48000, 32000), 2: (22050, 24000, 16000), 0: (11025, 
 
 
 def skip_tags(read: Read, position: int) -> int:
-    """Return the place behind the tags (ID3, APE, Lyrics3) and zeros that begin at a place, perhaps beyond the file."""
+    """Return the position after the tags (ID3, APE, Lyrics3) and zeros at ``position``; it may exceed the file."""
     while head := read(position, 32):
-        if head.startswith(_ID3) and len(head) > 9:  # 28 bits of size, and a footer if flagged
+        if head.startswith(_ID3) and len(head) > 9:  # the size has 28 bits; a flag announces a footer
             size = sum((byte & 0x7F) << shift for byte, shift in zip(head[6:10], _ID3_SHIFTS, strict=True))
             position += 10 + size + (head[5] & 0x10 and 10)
         elif head.startswith(b"APETAGEX"):
@@ -69,14 +69,14 @@ def skip_tags(read: Read, position: int) -> int:
 
 
 def check_chunks(read: Read, size: int, name: str) -> tuple[bytes, int, int]:
-    """Return how all samples of a file made of chunks, or an AU, are read if the header states less.
+    """Return how to read all samples of a chunked file, or an AU, whose header states too few.
 
     Returns:
-        A head by which libsndfile reads up to the end, and first and last byte of the samples to put behind it. The
-        head is empty if the file is read as it is, and for all other formats.
+        A header with which libsndfile reads up to the end, and the first byte and the end of the samples to put after
+        it. The header is empty if the file can be read as it is, and for all other formats.
 
     Raises:
-        RejectRecord: duration_mismatch, if something else than chunks and tags follows the samples.
+        RejectRecord: duration_mismatch, if anything but chunks and tags follows the samples.
     """
     magic = read(0, 4)
     if magic not in _CHUNKS:
@@ -89,23 +89,23 @@ def check_chunks(read: Read, size: int, name: str) -> tuple[bytes, int, int]:
     elif magic == b"RF64" and stated == _UNKNOWN_BYTES:
         stated = int.from_bytes(read(28, 8), "little")
     end = start + stated
-    # So little is no speech, whatever it is.
-    if stated < _MOST_BYTES and size - end <= min(_GARBAGE_BYTES, stated // 100):
+    # So few bytes cannot be speech.
+    if stated < _MAX_STATED_BYTES and size - end <= min(_GARBAGE_BYTES, stated // 100):
         return b"", 0, 0
     is_unknown = stated <= _EMPTY_BYTES or stated >= STREAMED_BYTES
-    # Sizes of 32 bits begin at 0 again beyond 4 GiB.
+    # 32-bit sizes wrap around at 4 GiB.
     ends = (end + (turns << 32) for turns in range((size - end) >> 32, -1, -1))
-    stop = next((stop for stop in ends if _is_no_audio(read, size, stop, form, samples)), 0)
+    stop = next((stop for stop in ends if _is_free_of_audio(read, size, stop, form, samples)), 0)
     if stop == end:
         return b"", 0, 0
-    detail = f"{name} has {size - end:,} bytes behind the audio that its header states"
+    detail = f"{name} has {size - end:,} bytes after the audio that its header states"
     refuse_record((not stop and not is_unknown, "duration_mismatch", detail))
     stop = stop or size
     return _endless_head(magic, read(0, start), stop - start), start, stop
 
 
 def _endless_head(magic: bytes, head: bytes, num_bytes: int) -> bytes:
-    """Return what is in front of the samples, with sizes for which libsndfile reads up to the end of the file."""
+    """Return the bytes before the samples, with sizes that make libsndfile read up to the end of the file."""
     if magic == b".snd":
         return head[:8] + b"\xff" * 4 + head[12:]
     if magic == b"caff":
@@ -113,8 +113,8 @@ def _endless_head(magic: bytes, head: bytes, num_bytes: int) -> bytes:
     return struct.pack(_CHUNKS[magic][1], magic.replace(b"RF64", b"RIFF"), 8) + head[8:-4] + bytes(4)
 
 
-def _is_no_audio(read: Read, size: int, end: int, form: str, samples: bytes) -> bool:
-    """Return True if nothing but tags, padding and other chunks than that of the samples follows from a place on."""
+def _is_free_of_audio(read: Read, size: int, end: int, form: str, samples: bytes) -> bool:
+    """Return True if only tags, padding and chunks without samples follow ``end``."""
     for chunk, start, length in _chunks(read, size, end, form):
         if chunk == samples or chunk in _CHUNKS:
             return False
@@ -124,7 +124,7 @@ def _is_no_audio(read: Read, size: int, end: int, form: str, samples: bytes) -> 
 
 
 def _chunks(read: Read, size: int, position: int, form: str) -> Iterator[tuple[bytes, int, int]]:
-    """Yield name, first byte and number of bytes of the chunks that follow from a place on; tags are passed over."""
+    """Yield name, first byte and size of each chunk from ``position``; tags between them are skipped."""
     header = struct.calcsize(form)
     while position + header <= size:
         chunk, length = struct.unpack(form, read(position, header))
@@ -137,11 +137,12 @@ def _chunks(read: Read, size: int, position: int, form: str) -> Iterator[tuple[b
 
 
 def count_mpeg_samples(read: Read, size: int, name: str, estimate: int) -> tuple[int, list[int]]:
-    """Return the samples in an MP3, and the places at which streams begin if several lie one behind the other.
+    """Return the number of samples in an MP3, and the positions of its streams if several are concatenated.
 
-    The number is libsndfile's if a Xing or Info frame states it for all of the file, else counted. Without such a frame
-    libsndfile extrapolates from the size of the first: wrong by a frame or so at a constant bit rate, by any factor at
-    a variable one. A number above its own means that it reads a part only.
+    If a Xing or Info frame covers the whole file, the number is libsndfile's ``estimate``; otherwise the frames are
+    counted. Without such a frame, libsndfile extrapolates from the size of the first frame. That is off by about a
+    frame at a constant bit rate and by any factor at a variable one. A result above ``estimate`` means that libsndfile
+    reads only a part of the file.
     """
     first = skip_tags(read, 0)
     found = _XING.search(read(first, 256))
@@ -154,20 +155,21 @@ def count_mpeg_samples(read: Read, size: int, name: str, estimate: int) -> tuple
             position, before = skip_tags(read, position), position
             if position != before:
                 continue
-            if found:  # something else, which FFmpeg passes over
+            if found:  # other bytes, which FFmpeg skips
                 break
             raise RejectRecord("unreadable_audio", f"{name}: no MPEG frame where one should begin")
         if kind != last or _TAG_FRAME.search(data, position + 13, position + 40):
             starts.append(position)
         position, last = position + num_bytes, kind
-        counted += samples if position <= size else 0  # the last frame may be incomplete
+        counted += samples if position <= size else 0  # an incomplete last frame does not count
     return (max(counted, estimate + 1) if found else counted), starts
 
 
 def _read_frame_header(header: bytes) -> tuple[int, int, bytes]:
-    """Return bytes, samples per channel and kind of the layer III frame with this 4-byte header; 0 bytes if it is none.
+    """Return size in bytes, samples per channel and kind of a layer III frame by its 4-byte header.
 
-    Kind are version, rate and mono or not: all that must not change.
+    The kind consists of version, rate and mono or not, which must not change within a stream. The size is 0 if this is
+    no such header.
     """
     version, layer = (header[1] >> 3) & 3, (header[1] >> 1) & 3
     kbps, rate = header[2] >> 4, (header[2] >> 2) & 3

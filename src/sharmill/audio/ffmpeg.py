@@ -1,10 +1,10 @@
-"""Decoding of what libsndfile does not read, or not all of: AAC, ALAC, WMA, WebM, AMR, shorten, some MP3, Ogg and WAV.
+"""Decoding of audio that libsndfile cannot read completely: AAC, ALAC, WMA, WebM, AMR, shorten, some MP3, Ogg and WAV.
 
-FFmpeg (PyAV) gets the bytes of one file and the name of one demuxer, which was recognised by the first bytes: so it
-never guesses, and playlists and the like never reach it. It opens nothing else.
+FFmpeg (through PyAV) gets the bytes of one file and the name of one demuxer, chosen by the first bytes. It therefore
+never guesses the format, never sees a playlist, and opens no other file.
 
-Of SPHERE files compressed with shorten, as telephone corpora have them, it reads those of 16-bit PCM; those of mu-law
-are read by sph2pipe, the Linguistic Data Consortium's program, which is looked for on PATH and called without a shell.
+Telephone corpora contain SPHERE files compressed with shorten. FFmpeg reads 16-bit PCM of this kind. mu-law is read by
+sph2pipe, a program of the Linguistic Data Consortium, which is searched on PATH and called without a shell.
 """
 
 import re
@@ -37,14 +37,14 @@ from sharmill.errors import RejectRecord, refuse_record
 if TYPE_CHECKING:
     import av
 
-# Opus that sends nothing in pauses comes near. A container may say that many packets lie at the same bytes.
+# Opus with discontinuous transmission comes close. A corrupt container may place many packets at the same bytes.
 _MAX_SAMPLES_PER_BYTE: Final = 1000
 _ALWAYS_ALLOWED_SAMPLES: Final = 10_000_000
-# Containers round times to milliseconds and more, and count the encoder's delay in different ways.
+# Containers round times to milliseconds or more, and treat the encoder's delay differently.
 _ROUNDED_SECONDS: Final = 0.25
 
 _ASF: Final = b"\x30\x26\xb2\x75\x8e\x66\xcf\x11\xa6\xd9\x00\xaa\x00\x62\xce\x6c"
-# FFmpeg's name of a demuxer -> bytes that its files have, and where.
+# FFmpeg's demuxer, the position of its signature in a file, and the possible signatures.
 _SIGNATURES: Final[tuple[tuple[str, int, tuple[bytes, ...]], ...]] = (
     ("mov", 4, (b"ftyp", b"moov", b"mdat", b"wide", b"free", b"skip")),
     ("matroska", 0, (b"\x1a\x45\xdf\xa3",)),
@@ -53,22 +53,22 @@ _SIGNATURES: Final[tuple[tuple[str, int, tuple[bytes, ...]], ...]] = (
     ("caf", 0, (b"caff",)),
     ("nistsphere", 0, (b"NIST_1A\n",)),
 )
-# A WAV with a format tag that FFmpeg has for one of ``_WAV_DECODERS``.
+# A WAV whose format tag stands for one of ``_WAV_DECODERS``.
 _TELEPHONY_WAV: Final = re.compile(
     rb".{8}WAVEfmt .{4}(?:\x8f\x02|[\x14\x40\x42\x44\x45\x64\x65]\x00|\x11\x01|\x00\xa1)", re.DOTALL
 )
 _ADTS_FRAMES: Final = 3
-# Of a SPHERE file: the bytes that have its header, and the channels that it may have.
+# Maximum size of the header of a SPHERE file, and maximum number of channels.
 _SPHERE_BYTES: Final = 1 << 12
 _MAX_CHANNELS: Final = 64
 # sph2pipe decompresses hours of speech in seconds.
 TIMEOUT_SECONDS: Final = 300.0
 _HEAD_BYTES: Final = 1 << 16
 _MOST_KNOWN: Final = 1 << 16
-# By demuxer and the identity of the bytes.
+# Headers found before, by demuxer and identity of the bytes.
 _known: Final[dict[Hashable, AudioInfo]] = {}
 
-# FFmpeg's name of a codec -> ours, where they differ.
+# FFmpeg's name of a codec -> our name, if they differ.
 _OTHER_NAMES: Final = {
     **dict.fromkeys(("wmav1", "wmav2", "wmapro", "wmalossless", "wmavoice"), "wma"),
     **dict.fromkeys(("amr_nb", "amr_wb"), "amr"),
@@ -76,35 +76,35 @@ _OTHER_NAMES: Final = {
     "aac_latm": "aac",
     "shorten": "shn",
 }
-# The decoders that may be used at all.
+# The only decoders that FFmpeg may use.
 _DECODERS: Final = (
     *("aac", "aac_latm", "alac", "amrnb", "amrwb", "wmav1", "wmav2", "wmapro", "wmalossless", "wmavoice"),
     *("opus", "vorbis", "flac", "shorten", "mp2", "mp2float", "mp3float", "ac3", "eac3"),
     *("pcm_u8", "pcm_s8", "pcm_s16le", "pcm_s16be", "pcm_s24le", "pcm_s24be", "pcm_s32le", "pcm_s32be"),
     *("pcm_f32le", "pcm_f32be", "pcm_f64le", "pcm_f64be", "pcm_alaw", "pcm_mulaw"),
 )
-# Formats of telephony in WAV: libsndfile reads all others, or they are damaged.
+# Telephony formats in WAV. libsndfile reads all others unless they are damaged.
 _WAV_DECODERS: Final = ("g722", "g723_1", "g726")
 
 
 def open_decoder(source: AudioBytes) -> Decoder:
-    """Open an audio file with libsndfile if it reads all of its audio, else with sph2pipe or FFmpeg.
+    """Open an audio file with libsndfile if that reads all of its audio, otherwise with sph2pipe or FFmpeg.
 
     Raises:
-        RejectRecord: none of them reads it, or the file holds more than its header states.
+        RejectRecord: none of them reads the file, or it holds more audio than its header states.
     """
     try:
         head, start, stop = check_chunks(source.read, source.size, source.name)
         sound = SndfileDecoder(source.with_head(head, start, stop) if head else source)
         if not sound.demuxer:
-            if head:  # other readers believe the one of the file
+            if head:  # other readers would trust the wrong header
                 sound.info = replace(sound.info, common=False)
             return sound
     except RejectRecord as reject:
         if reject.reason != "unreadable_audio":
             raise
         head = source.read(0, _SPHERE_BYTES)
-        # Mu-law that shorten has compressed, which FFmpeg does not read.
+        # FFmpeg does not read mu-law compressed with shorten.
         is_sphere = head.startswith(b"NIST_1A\n")
         if is_sphere and re.search(rb"^sample_coding .*u-?law.*embedded-shorten", head, re.MULTILINE):
             return Sph2pipeDecoder(source)
@@ -117,12 +117,12 @@ def open_decoder(source: AudioBytes) -> Decoder:
     found, least = decoder.info, sound.info
     rounded = _ROUNDED_SECONDS * max(1, len(sound.starts))
     is_part = found.num_samples / found.sampling_rate < least.num_samples / least.sampling_rate - rounded
-    refuse_record((is_part, "duration_mismatch", f"{source.name} is damaged: FFmpeg passes over a part of it"))
+    refuse_record((is_part, "duration_mismatch", f"{source.name} is damaged: FFmpeg skips a part of it"))
     return decoder
 
 
 def _recognise(source: AudioBytes) -> str | None:
-    """Return the demuxer for a file, by its first bytes; None where FFmpeg is not asked."""
+    """Return the demuxer for a file by its first bytes; None if FFmpeg is not used for it."""
     head = source.read(0, _HEAD_BYTES)
     for demuxer, position, signatures in _SIGNATURES:
         if any(head.startswith(signature, position) for signature in signatures):
@@ -133,7 +133,7 @@ def _recognise(source: AudioBytes) -> str | None:
 
 
 def _is_adts(source: AudioBytes) -> bool:
-    """Return True where ADTS frames follow each other, be it behind an ID3 tag."""
+    """Return True if the file consists of ADTS frames, after an optional ID3 tag."""
     position = skip_tags(source.read, 0)
     for number in range(_ADTS_FRAMES):
         header = source.read(position, 7)
@@ -147,19 +147,20 @@ def _is_adts(source: AudioBytes) -> bool:
 
 
 class FfmpegDecoder(Decoder):
-    """An audio file that FFmpeg has opened, decoded from its begin on.
+    """An audio file that FFmpeg decodes from the beginning, without seeks.
 
-    Containers say only roughly how long they are. So all samples are decoded once to count them, and what was found is
-    remembered.
+    Containers state their length only roughly. All samples are therefore decoded once to count them, and the header
+    that results is remembered.
 
     Args:
-        demuxer: FFmpeg's name of it.
-        starts: places of streams that lie one behind the other.
+        source: the bytes of the file.
+        demuxer: FFmpeg's name of the demuxer.
+        starts: the positions of the streams if several are concatenated.
 
     Raises:
-        RejectRecord: unreadable_audio (PyAV is not installed, no audio or several streams of it, a codec that is not
-            allowed, damage, streams that differ), duration_mismatch (the file is cut off, or another one follows in
-            it), empty_audio.
+        RejectRecord: unreadable_audio (PyAV is missing, no or several audio streams, a codec that is not allowed,
+            damage, concatenated streams that differ), duration_mismatch (the file is truncated, or a second file
+            follows), empty_audio.
     """
 
     def __init__(self, source: AudioBytes, demuxer: str, starts: Sequence[int] = ()) -> None:
@@ -167,9 +168,7 @@ class FfmpegDecoder(Decoder):
         found = [_inspect_once(part, demuxer) for part in parts]
         self.info = replace(found[0], num_samples=sum(info.num_samples for info in found))
         is_one = len({(info.sampling_rate, info.channels, info.format) for info in found}) == 1
-        refuse_record(
-            (not is_one, "unreadable_audio", f"{source.name} changes its sampling rate or channels on the way")
-        )
+        refuse_record((not is_one, "unreadable_audio", f"{source.name} changes its sampling rate or channels"))
         self._blocks = (block for part in parts for _, block in _decode(part, *_open(part, demuxer)))
         self._left = self._nothing = np.empty((0, self.info.channels), np.float32)
 
@@ -185,14 +184,14 @@ class FfmpegDecoder(Decoder):
 
 
 def _open(source: AudioBytes, demuxer: str) -> "tuple[av.container.InputContainer, av.AudioStream]":
-    """Open a file; return it and its first audio stream."""
+    """Open a file, and return it and its audio stream."""
     name, allowed = source.name, _WAV_DECODERS if demuxer == "wav" else _DECODERS
     try:
         import av
     except ImportError:
         raise RejectRecord(
             "unreadable_audio",
-            f'{name} is audio that libsndfile does not read as a whole; pip install "sharmill[formats]" brings FFmpeg',
+            f'libsndfile cannot read {name} completely; install FFmpeg with pip install "sharmill[formats]"',
         ) from None
     with _rejecting(name):
         container = av.open(
@@ -206,13 +205,15 @@ def _open(source: AudioBytes, demuxer: str) -> "tuple[av.container.InputContaine
     try:
         number = len(container.streams.audio)
         refuse_record(
-            (number == 0, "unreadable_audio", f"{name} has no audio, only other streams"),
-            (number > 1, "unreadable_audio", f"{name} has {number} audio streams; store each as a file of its own"),
+            (number == 0, "unreadable_audio", f"{name} has no audio stream"),
+            (number > 1, "unreadable_audio", f"{name} has {number} audio streams; store each in its own file"),
         )
         stream = container.streams.audio[0]
         context: Any = stream.codec_context
-        codec = "one that FFmpeg does not know, or encrypted" if context is None else context.name
-        refuse_record((codec not in allowed, "unreadable_audio", f"the audio codec of {name} is not read: {codec}"))
+        codec = "unknown to FFmpeg, or encrypted" if context is None else context.name
+        refuse_record(
+            (codec not in allowed, "unreadable_audio", f"the audio codec of {name} is not supported: {codec}")
+        )
         context.thread_count = 1
     except BaseException:
         container.close()
@@ -223,7 +224,7 @@ def _open(source: AudioBytes, demuxer: str) -> "tuple[av.container.InputContaine
 def _decode(
     source: AudioBytes, container: "av.container.InputContainer", stream: "av.AudioStream"
 ) -> Iterator[tuple[int, np.ndarray]]:
-    """Yield the sampling rate and each block of samples, float32 (samples, channels); then close the file."""
+    """Yield the sampling rate and each block of samples, float32 (samples, channels), and finally close the file."""
     from av.error import InvalidDataError
 
     name, size = source.name, source.size
@@ -231,11 +232,11 @@ def _decode(
     num_samples, form = 0, (0, 0)
     with container, _rejecting(name):
         for packet in container.demux(stream):
-            refuse_record((packet.is_corrupt, "duration_mismatch", f"{name} is cut off or damaged"))
+            refuse_record((packet.is_corrupt, "duration_mismatch", f"{name} is truncated or damaged"))
             try:
                 frames = packet.decode()
             except InvalidDataError:
-                if container.format.name != "mp3":  # tags between frames are packets
+                if container.format.name != "mp3":  # FFmpeg passes tags between MP3 frames on as packets
                     raise
                 frames = []
             for frame in frames:
@@ -247,7 +248,7 @@ def _decode(
                 is_same = (rate, block.shape[1]) == form
                 refuse_record(
                     (not is_rate, "unreadable_audio", f"{name} claims a sampling rate of {rate} Hz"),
-                    (not is_same, "unreadable_audio", f"{name} changes its sampling rate or channels on the way"),
+                    (not is_same, "unreadable_audio", f"{name} changes its sampling rate or channels"),
                     (num_samples > most, "unreadable_audio", f"{name}: {size} bytes cannot hold {num_samples} samples"),
                 )
                 if len(block):
@@ -255,7 +256,7 @@ def _decode(
 
 
 def _inspect_once(source: AudioBytes, demuxer: str) -> AudioInfo:
-    """Return what ``_inspect`` finds, or has found in the same bytes before."""
+    """Return the result of ``_inspect``, which is remembered for the same bytes."""
     identity = demuxer, source.identity
     if identity not in _known:
         _known[identity] = _inspect(source, demuxer)
@@ -268,12 +269,16 @@ def _inspect(source: AudioBytes, demuxer: str) -> AudioInfo:
     """Decode a recording to count its samples.
 
     Raises:
-        RejectRecord: empty_audio; duration_mismatch, where it ends before its container says; and as of the decoder.
+        RejectRecord: empty_audio; duration_mismatch, if it ends earlier than its container states; or as FfmpegDecoder.
     """
     is_damaged = demuxer == "ogg" and not is_intact(source.read())
     refuse_record(
         (is_damaged, "unreadable_audio", f"{source.name}: a page of the Ogg stream is damaged"),
-        (_begins_again(source, demuxer), "duration_mismatch", f"{source.name} holds another file behind its end"),
+        (
+            _has_second_file(source, demuxer),
+            "duration_mismatch",
+            f"{source.name} contains a second file after the first",
+        ),
     )
     counted, rate, channels, claimed = 0, 1, 0, 0.0
     container, stream = _open(source, demuxer)
@@ -287,17 +292,17 @@ def _inspect(source: AudioBytes, demuxer: str) -> AudioInfo:
     for sampling_rate, block in _decode(source, container, stream):
         counted += len(block)
         rate, channels = sampling_rate, block.shape[1]
-    # Only SPHERE states a number of samples, which is exact.
+    # Only SPHERE states the exact number of samples.
     rounded = 0.5 / rate if demuxer == "nistsphere" else _ROUNDED_SECONDS
     refuse_record(
         (not counted, "empty_audio", f"{source.name} has no samples"),
-        (counted / rate < claimed - rounded, "duration_mismatch", f"{source.name} ends before its header says"),
+        (counted / rate < claimed - rounded, "duration_mismatch", f"{source.name} ends earlier than its header states"),
     )
     return AudioInfo(rate, counted, channels, _OTHER_NAMES.get(codec, codec), exact_seeks=False, common=False)
 
 
-def _begins_again(source: AudioBytes, demuxer: str) -> bool:
-    """Return True if a second MP4 or ASF file is behind the first, which FFmpeg leaves out."""
+def _has_second_file(source: AudioBytes, demuxer: str) -> bool:
+    """Return True if a second MP4 or ASF file follows the first; FFmpeg would ignore it."""
     begins, position = 0, 0
     while demuxer in ("mov", "asf") and len(head := source.read(position, 24)) == 24:
         size = int.from_bytes(head[:4], "big")
@@ -311,7 +316,7 @@ def _begins_again(source: AudioBytes, demuxer: str) -> bool:
 
 
 def _samples(frame: "av.AudioFrame") -> np.ndarray:
-    """Return the samples of a frame as float32 (samples, channels), full scale being 1."""
+    """Return the samples of a frame as float32 (samples, channels) with a full scale of 1."""
     values = frame.to_ndarray()
     values = values.T if frame.format.is_planar else values.reshape(-1, frame.layout.nb_channels)
     if values.dtype == np.uint8:
@@ -322,12 +327,12 @@ def _samples(frame: "av.AudioFrame") -> np.ndarray:
 
 
 def _refuse(url: str, flags: int, options: dict[str, str]) -> Any:
-    raise RejectRecord("unreadable_audio", f"the recording names another file, {url[:100]!r}, which is not opened")
+    raise RejectRecord("unreadable_audio", f"the recording refers to another file, {url[:100]!r}, which is not opened")
 
 
 @contextmanager
 def _rejecting(name: str) -> Iterator[None]:
-    """Turn FFmpeg's errors into rejects. What goes wrong in reading the file comes as the OSError that it is."""
+    """Turn FFmpeg's errors into rejects. An OSError from reading the file is passed on."""
     from av.error import FFmpegError
 
     try:
@@ -337,13 +342,14 @@ def _rejecting(name: str) -> Iterator[None]:
 
 
 class Sph2pipeDecoder(Decoder):
-    """A SPHERE file that sph2pipe decompresses as a whole when its first samples are wanted.
+    """A SPHERE file that sph2pipe decompresses as a whole on the first read.
 
     Args:
-        timeout: seconds that sph2pipe may take.
+        source: the bytes of the file.
+        timeout: the time limit for sph2pipe in seconds.
 
     Raises:
-        RejectRecord: unreadable_audio (damage, no sph2pipe on PATH), duration_mismatch, empty_audio.
+        RejectRecord: unreadable_audio (damage, or no sph2pipe on PATH), duration_mismatch, empty_audio.
     """
 
     def __init__(self, source: AudioBytes, *, timeout: float = TIMEOUT_SECONDS) -> None:
@@ -358,7 +364,7 @@ class Sph2pipeDecoder(Decoder):
         rate, count, channels = numbers
         most = max(SAMPLES_IN_ANY_SIZE, source.size * MAX_SAMPLES_PER_BYTE)
         if not 1 <= channels <= _MAX_CHANNELS or count * channels > most:
-            raise self._unreadable("its header claims more than it can have")
+            raise self._unreadable("its header claims more than the file can hold")
         self.info = AudioInfo(rate, count, channels, "shn", common=False)
 
     def seek(self, position: int) -> None:
@@ -378,10 +384,10 @@ class Sph2pipeDecoder(Decoder):
         program = shutil.which("sph2pipe")
         if program is None:
             raise self._unreadable(
-                "it is mu-law compressed with shorten, which sph2pipe reads; install sph2pipe (Linguistic Data "
-                "Consortium), so that it is on PATH"
+                "it is mu-law compressed with shorten, which only sph2pipe reads; install sph2pipe (Linguistic Data "
+                "Consortium) on PATH"
             )
-        # A file of our own: what the user calls it, be it an option or a member of an archive, is no argument.
+        # A temporary file with a safe name: the recording may be named like an option, or be a member of an archive.
         with tempfile.NamedTemporaryFile(prefix="sharmill-", suffix=".sph") as file:
             file.write(source.read())
             file.flush()
@@ -391,25 +397,25 @@ class Sph2pipeDecoder(Decoder):
                     command, stdin=subprocess.DEVNULL, capture_output=True, timeout=self._timeout, check=False
                 )
             except subprocess.TimeoutExpired as error:
-                raise self._unreadable(f"sph2pipe has not ended within {self._timeout:g} s") from error
+                raise self._unreadable(f"sph2pipe did not finish within {self._timeout:g} s") from error
             except OSError as error:
                 raise self._unreadable(f"{program} cannot be run: {error.strerror}") from error
         if done.returncode:
             said = done.stderr.decode(errors="replace").strip().splitlines()[-1:]
-            raise self._unreadable(f"sph2pipe ended with status {done.returncode}: {''.join(said)}")
-        wave = SndfileDecoder(AudioBytes(f"{source.name} as sph2pipe gives it", done.stdout))
+            raise self._unreadable(f"sph2pipe failed with status {done.returncode}: {''.join(said)}")
+        wave = SndfileDecoder(AudioBytes(f"{source.name} (decompressed by sph2pipe)", done.stdout))
         found = wave.info
         refuse_record(
             (
                 (found.sampling_rate, found.channels) != (info.sampling_rate, info.channels),
                 "unreadable_audio",
-                f"{source.name}: sph2pipe gives {found.channels} channels at {found.sampling_rate} Hz, its header says "
-                "otherwise",
+                f"{source.name}: sph2pipe returned {found.channels} channels at {found.sampling_rate} Hz, unlike "
+                "its header",
             ),
             (
                 found.num_samples != info.num_samples,
                 "duration_mismatch",
-                f"{source.name}: sph2pipe gives {found.num_samples} of {info.num_samples} samples",
+                f"{source.name}: sph2pipe returned {found.num_samples} of {info.num_samples} samples",
             ),
         )
         return wave

@@ -1,8 +1,8 @@
-"""Reading of audio files: their headers, and their samples as a whole or in part.
+"""Reading of audio files: their headers, and all or some of their samples.
 
-By a file's content and never by its name: libsndfile opens what it can, FFmpeg and sph2pipe what they are there
-for. What is wrong with a recording becomes a ``RejectRecord``; what is wrong with the machine (say, too many open
-files) stays an ``OSError``, so that the unit is tried again.
+The decoder is chosen by the content of a file, never by its name; see ``ffmpeg.open_decoder``. A fault of the recording
+becomes a ``RejectRecord``. A fault of the machine, such as too many open files, stays an ``OSError``, so that the unit
+is tried again.
 """
 
 import errno
@@ -39,27 +39,30 @@ _NO_SAMPLES: Final = np.empty(0, dtype=np.float32)
 
 
 def probe(path: str | Path, *, whole: bool = False) -> AudioInfo:
-    """Read the header of an audio file; any number of channels.
+    """Read the header of an audio file with any number of channels.
 
-    An MP3 is read as a whole, to count its frames, unless its first frame states the length of the file. Files
-    that FFmpeg decodes are decoded once, to count their samples. With ``whole`` WAV, AIFF and AU that end before their
-    headers say are refused.
+    An MP3 is read completely to count its frames, unless its first frame states the length of the file. Files for
+    FFmpeg are decoded once to count their samples.
+
+    Args:
+        path: the path of the file.
+        whole: also reject WAV, AIFF and AU files that end earlier than their headers state.
 
     Raises:
         RejectRecord: missing_audio, empty_audio, unreadable_audio (not a regular file, no permission, not audio),
             duration_mismatch (more audio than the header states).
     """
     with open_recording(path) as recording:
-        # Their headers state the bytes of the samples, so that these need not be read to miss some.
+        # Their headers state the size of the samples, so missing ones show without reading any.
         if whole and recording.info.format in ("wav", "aiff", "au"):
             recording.check_end()
         return recording.info
 
 
 def probe_bytes(data: bytes | memoryview, name: str = "audio data") -> AudioInfo:
-    """Read the header of an audio file in memory, as ``probe``; errors call it ``name``."""
+    """Read the header of an audio file in memory, as ``probe`` does; ``name`` appears in errors."""
     num_samples, channels, rate = flac_header(data) or (0, 0, 0)
-    # A plausible header needs no decoder, which takes ten times as long.
+    # If the FLAC header is plausible, no decoder is opened, which would take ten times as long.
     if 0 < num_samples <= len(data) * MAX_SAMPLES_PER_BYTE and MIN_SAMPLING_RATE <= rate <= MAX_SAMPLING_RATE:
         return AudioInfo(rate, num_samples, channels, "flac")
     with open_bytes(AudioBytes(name, data)) as recording:
@@ -73,7 +76,7 @@ def decode_bytes(
     channel: Channel = None,
     name: str = "audio data",
 ) -> tuple[np.ndarray, int]:
-    """Decode an audio file in memory, or a part of it, as ``Recording.read`` does; errors call it ``name``.
+    """Decode all or a part of an audio file in memory, as ``Recording.read`` does; ``name`` appears in errors.
 
     Returns:
         float32 samples (samples,) and the sampling rate in Hz.
@@ -83,7 +86,7 @@ def decode_bytes(
 
 
 def open_audio(path: str | Location) -> BinaryIO:
-    """Open a regular file for reading without a buffer: its descriptor is libsndfile's to move.
+    """Open a regular file for unbuffered reading, since libsndfile moves the position of its descriptor.
 
     Raises:
         RejectRecord: missing_audio, unreadable_audio (not a regular file, no permission).
@@ -96,8 +99,8 @@ def open_audio(path: str | Location) -> BinaryIO:
     except ValueError as error:
         if isinstance(error.__cause__, OSError):
             raise RejectRecord("missing_audio", f"{path}: {error.__cause__.strerror}") from None
-        # a NUL or a lone surrogate
-        raise RejectRecord("missing_audio", f"{str(path)!r} cannot be the name of a file") from None
+        # The name contains a NUL or a lone surrogate.
+        raise RejectRecord("missing_audio", f"{str(path)!r} is not a valid file name") from None
     except OSError as error:
         if error.errno not in _NO_SUCH_FILE:
             raise
@@ -107,14 +110,15 @@ def open_audio(path: str | Location) -> BinaryIO:
 
 @contextmanager
 def open_recording(path: str | Path, member: Member | None = None, name: str = "") -> "Iterator[Recording]":
-    """Open an audio file, or the one at a place in a container; a range of bytes is read in parts, as a file is.
+    """Open an audio file, or a member of a container.
 
     Args:
-        path: of the file or the container.
-        name: what errors call a member.
+        path: the path of the file or the container.
+        member: the place of the audio in the container; None for a file.
+        name: the name of the member in errors.
 
     Raises:
-        RejectRecord: as ``probe``, also where there is no such container, or it ends before.
+        RejectRecord: as ``probe``, and if the container is missing or ends before the member does.
     """
     if member is None:
         with open_audio(path) as file, open_bytes(AudioBytes(str(path), file)) as recording:
@@ -132,7 +136,7 @@ def open_recording(path: str | Path, member: Member | None = None, name: str = "
 
 @contextmanager
 def open_bytes(source: AudioBytes) -> "Iterator[Recording]":
-    """Open an audio file of which there are the bytes, as ``open_recording``."""
+    """Open the audio file with these bytes, as ``open_recording``."""
     if source.size == 0:
         raise RejectRecord("empty_audio", f"{source.name} has no bytes")
     with closing(Recording(source)) as recording:
@@ -140,10 +144,11 @@ def open_bytes(source: AudioBytes) -> "Iterator[Recording]":
 
 
 class Recording:
-    """An audio file that is open. Parts of it are read in the order of their starts; they may overlap.
+    """An open audio file, whose parts are read in the order of their starts; they may overlap.
 
-    They equal slices of the file decoded whole, sample for sample. Seeks are not exact in MP3, Vorbis, Opus and what
-    FFmpeg decodes: there all that precedes a part is decoded too, but once only. What no later part needs is dropped.
+    Each part equals a slice of the completely decoded file, sample for sample. Seeks are not exact in MP3, Vorbis, Opus
+    and all formats that FFmpeg decodes. There everything before a part is decoded too, but only once. Samples that no
+    later part needs are dropped.
     """
 
     def __init__(self, source: AudioBytes) -> None:
@@ -156,48 +161,51 @@ class Recording:
             raise RejectRecord("unreadable_audio", f"{source.name} claims a sampling rate of {rate} Hz")
         if self.info.num_samples <= 0:
             raise RejectRecord("empty_audio", f"{source.name} has no samples")
-        self._begin = self._position = 0  # of the samples that are kept; the decoder is at their end
+        self._begin = self._position = 0  # of the kept samples: their first, and their end, where the decoder is
         self._kept = _NO_SAMPLES
 
     def read(self, start: int = 0, num_samples: int | None = None, channel: Channel = None) -> np.ndarray:
-        """Decode ``num_samples`` (by default all that follow) from sample ``start`` on: float32 (num_samples,).
+        """Decode a part of one channel as float32 (num_samples,).
 
-        Of several channels ``channel`` is decoded, or the mean of all for "downmix".
+        The samples equal a slice of ``soundfile.read(path, dtype="float32")``, or of FFmpeg's output. If all samples
+        are read, the file is also checked against its header.
 
-        Equal to a slice of ``soundfile.read(path, dtype="float32")``, sample for sample, or of what FFmpeg decodes. A
-        whole file must hold what its header promises; of a segment only the segment itself is looked at.
+        Args:
+            start: the first sample.
+            num_samples: the number of samples; by default all that follow.
+            channel: the channel to read from several, or "downmix" for their mean.
 
         Raises:
             RejectRecord: unsupported_channels, unreadable_audio (decoding fails), non_finite_audio, empty_audio,
-                duration_mismatch (fewer samples than the header promised or were asked for).
-            ValueError: ``start`` or ``num_samples`` is negative, or ``start`` is before that of an earlier part, and
-                seeks are not exact.
+                duration_mismatch (fewer samples than the header states or than requested).
+            ValueError: ``start`` or ``num_samples`` is negative, or ``start`` lies before an earlier part in a format
+                without exact seeks.
         """
         return to_float(self.read_stored(start, num_samples, channel))
 
     def read_stored(self, start: int = 0, num_samples: int | None = None, channel: Channel = None) -> np.ndarray:
-        """Decode as ``read``, but of a file that holds 16 bits int16 (num_samples,), unless channels are mixed."""
+        """Decode as ``read``, but return int16 (num_samples,) for 16-bit files unless channels are mixed."""
         channel = choose_channel(channel, self.info.channels)
         wanted = self._check_claims(start, num_samples)
         try:
             audio = self._take(start, start + wanted, channel)
         except RejectRecord as reject:
-            # Later samples must not be returned in the place of those that failed.
+            # Otherwise the next read would return later samples in place of the failed ones.
             self._failed = reject
             raise
         if len(audio) < wanted:
             raise RejectRecord(
-                "duration_mismatch", f"{self.source.name}: {len(audio)} samples decoded instead of {wanted}"
+                "duration_mismatch", f"{self.source.name}: decoded {len(audio)} samples instead of {wanted}"
             )
         check_finite(audio, self.source.name)
         return audio
 
     def check_end(self) -> None:
-        """Raise RejectRecord where the file ends before its header says, or its pages are damaged."""
+        """Raise RejectRecord if the file ends earlier than its header states, or its pages are damaged."""
         self._decoder.check_end()
 
     def _check_claims(self, start: int, num_samples: int | None) -> int:
-        """Return how many samples are wanted, where the recording can have them."""
+        """Return the number of samples to read; raise RejectRecord if the recording cannot hold them."""
         name, info = self.source.name, self.info
         if start < 0 or (num_samples is not None and num_samples < 0):
             raise ValueError(f"negative segment: start {start}, num_samples {num_samples}")
@@ -206,19 +214,21 @@ class Recording:
         if num_samples == 0:
             raise RejectRecord("empty_audio", f"the segment of {name} has no samples")
         if end > info.num_samples:
-            raise RejectRecord("duration_mismatch", f"{name} has {info.num_samples} samples, the segment needs {end}")
+            raise RejectRecord(
+                "duration_mismatch", f"{name} has {info.num_samples} samples, but the segment needs {end}"
+            )
         if num_samples is None:
             self.check_end()
         if wanted > max(SAMPLES_IN_ANY_SIZE, size * MAX_SAMPLES_PER_BYTE):
-            raise RejectRecord("unreadable_audio", f"{name}: {size} bytes are too few for {wanted} samples of speech")
+            raise RejectRecord("unreadable_audio", f"{name}: {size} bytes cannot hold {wanted} samples of speech")
         return wanted
 
     def _take(self, start: int, end: int, channel: Channel) -> np.ndarray:
-        """Return the samples from ``start`` to ``end``, or fewer where the decoder gives up."""
+        """Return the samples from ``start`` to ``end``, or fewer if the decoder stops early."""
         self._go_to(start)
         parts = [self._kept]
-        # Blocks, so that a wrong header cannot ask for more memory than there is audio.
-        # Of many channels fewer samples, so that a block is as large.
+        # Reading in blocks keeps a wrong header from demanding more memory than there is audio. With more channels a
+        # block has fewer samples, so that its size stays the same.
         block_samples = _BLOCK_SAMPLES * 8 // max(8, self.info.channels)
         found = 1
         try:
@@ -243,7 +253,7 @@ class Recording:
         self._decoder.close()
 
     def _go_to(self, start: int) -> None:
-        if self._failed is not None and self.info.exact_seeks:  # what follows the damage may be read
+        if self._failed is not None and self.info.exact_seeks:  # the audio after the damage may be readable
             self._decoder.close()
             self._decoder = open_decoder(self.source)
             self._failed, self._begin, self._position = None, -1, -1
@@ -252,23 +262,23 @@ class Recording:
             self._decoder.seek(start)
             self._begin = self._position = start
         elif start < self._begin:
-            raise ValueError(f"sample {start} of {self.source.name} was dropped: parts are read in order")
+            raise ValueError(f"sample {start} of {self.source.name} was dropped: read parts in order")
         self._kept = self._kept[start - self._begin :]
         self._begin = self._position - len(self._kept)
 
 
 def choose_channel(wanted: Any, channels: int) -> Channel:
-    """Return the channel to read of audio with so many: None of mono audio, of which channel 0 and the mean are itself.
+    """Return the channel to read from audio with ``channels`` channels; None for mono, which is its own mean.
 
     Raises:
-        RejectRecord: ``unsupported_channels`` where there is no such channel, or none is wanted of several.
+        RejectRecord: ``unsupported_channels`` if the channel does not exist, or several exist and none was chosen.
     """
     is_there = wanted in (None, "downmix") or (type(wanted) is int and 0 <= wanted < channels)
     if wanted is None and channels > 1:
         raise RejectRecord(
             "unsupported_channels",
-            f"the audio has {channels} channels; channel: 0 or another number takes one of them, downmix their mean",
+            f"the audio has {channels} channels; choose one with channel: 0 or another number, or all with downmix",
         )
     if not is_there:
-        raise RejectRecord("unsupported_channels", f"there is no channel {str(wanted)[:40]} in audio of {channels}")
+        raise RejectRecord("unsupported_channels", f"there is no channel {str(wanted)[:40]} in audio with {channels}")
     return None if channels == 1 else wanted

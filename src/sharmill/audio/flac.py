@@ -1,4 +1,4 @@
-"""FLAC: its header, its samples, and whether a file has more than it states."""
+"""FLAC: its header, its samples, and checks for audio that the header does not cover."""
 
 import hashlib
 import io
@@ -13,25 +13,25 @@ _FLAC_BEGIN: Final = b"fLaC\0\0\0\x22"
 
 
 def flac_header(data: bytes | memoryview) -> tuple[int, int, int] | None:
-    """Return samples, channels and rate of a FLAC by STREAMINFO, its first block; None for anything else."""
+    """Return samples, channels and rate from STREAMINFO, the first block of a FLAC; None for any other file."""
     head = bytes(data[:42])
-    # A block of type 0 and 34 bytes; the bit above the type says whether it is the last.
+    # The block has type 0 and 34 bytes; the bit above the type marks the last block.
     if len(head) < 42 or head[:4] != b"fLaC" or head[4] & 127 or head[5:8] != b"\0\0\x22":
         return None
-    # The header has 20 bits of rate, 3 of channels, 5 of depth, 36 of samples. libsndfile would take longer per item.
+    # 20 bits of rate, 3 of channels, 5 of depth, 36 of samples. libsndfile would take longer for each file.
     bits = int.from_bytes(head[18:26], "big")
-    # 0 samples is an unknown number of them, which libsndfile takes for all that there can be.
+    # 0 stands for an unknown number of samples, which libsndfile treats as the maximum.
     return bits & (1 << 36) - 1 or 1 << 63, (bits >> 41 & 7) + 1, bits >> 44 or 1
 
 
 def has_another_flac(data: bytes) -> bool:
-    """Return True if there is another FLAC behind the first."""
-    return data.rfind(_FLAC_BEGIN) > 0  # from the end, which takes a quarter of the time
+    """Return True if a second FLAC follows the first."""
+    return data.rfind(_FLAC_BEGIN) > 0  # four times as fast as find
 
 
 def has_unstated_flac(data: bytes, num_samples: int) -> bool:
-    """Return True if FLAC has more than the samples that it states."""
-    # If the header states no number, libsndfile finds the sample behind the last one, if there is any.
+    """Return True if a FLAC has more than ``num_samples`` samples."""
+    # If the header states no number, libsndfile can seek beyond the stated end, provided that samples follow.
     unstated = data[:21] + bytes((data[21] & 0xF0,)) + bytes(4) + data[26:]
     try:
         with sf.SoundFile(io.BytesIO(unstated)) as sound:
@@ -42,9 +42,9 @@ def has_unstated_flac(data: bytes, num_samples: int) -> bool:
 
 
 def decode_flac(data: bytes) -> np.ndarray | None:
-    """Return int16 samples (num_samples, channels) of FLAC of 16 bits; None without the MD5 sum that it states.
+    """Return the int16 samples (num_samples, channels) of a 16-bit FLAC; None if their MD5 sum is not the stated one.
 
-    dr_flac takes 70 % of the time of libFLAC, which libsndfile has, but passes over damage: hence the sum.
+    dr_flac needs 70 % of the time of libFLAC, which libsndfile uses. It skips damage, so the MD5 sum is compared.
     """
     num_samples, channels, sampling_rate = flac_header(data) or (0, 0, 0)
     if not 0 < num_samples <= min(len(data) * MAX_SAMPLES_PER_BYTE, SAMPLES_IN_ANY_SIZE):
@@ -63,7 +63,7 @@ def decode_flac(data: bytes) -> np.ndarray | None:
     finally:
         lib.ma_dr_flac_close(flac)
     if num_decoded != num_samples:
-        # The rest of the array may be old memory, with samples from an earlier decoding of the same recording.
+        # The rest of the array is uninitialised, and might hold samples of an earlier decode of the same recording.
         return None
-    # STREAMINFO, the first block, has the MD5 sum of the samples.
+    # STREAMINFO ends with the MD5 sum of the samples.
     return samples if hashlib.md5(samples.data, usedforsecurity=False).digest() == data[26:42] else None

@@ -1,4 +1,4 @@
-"""Ogg (RFC 3533): what libsndfile does not tell of it, which is damaged or lost pages and streams behind the first."""
+"""Checks of Ogg files (RFC 3533) that libsndfile does not make: damaged or lost pages, and further streams."""
 
 import re
 import struct
@@ -8,39 +8,39 @@ from typing import Final
 
 from sharmill.audio.extent import Read
 
-# The header of a page, without its table of segments, whose number it ends with.
+# The header of a page up to the number of segments; the table of segments follows.
 _PAGE: Final = re.compile(rb"(?s)OggS\0.{21}(.)")
 _CHECKSUM: Final = slice(22, 26)
 _REVERSED: Final = bytes(int(f"{byte:08b}"[::-1], 2) for byte in range(256))
-# A first page of an Ogg stream: version 0, and its flag.
+# The beginning of the first page of a stream: version 0 and the flag of a first page.
 OGG_BEGIN: Final = b"OggS\0\2"
 _SERIAL: Final = slice(14, 18)
-_MOST_PAGE_BYTES: Final = 1 << 16
+_MAX_PAGE_BYTES: Final = 1 << 16
 _OPUS_RATE: Final = re.compile(rb"(?s)OpusHead.{4}(.{4})")
 _FULL_OPUS_RATE: Final = 48000
 _FIRST_BYTES: Final = 512
 
 
 def is_plain_ogg(read: Read, size: int, sampling_rate: int) -> bool:
-    """Return True if libsndfile, which states ``sampling_rate``, reads all of an Ogg file at the right rate.
+    """Return True if libsndfile, which reports ``sampling_rate``, reads all of an Ogg file at the right rate.
 
-    It reads one stream, which shows in the serial numbers of the first and last pages; streams of one serial number
-    that lie one behind the other show in a look at all pages only. It takes an input rate of Opus at which Opus does
-    not decode for the next one.
+    libsndfile reads only the first stream. A second one shows in the serial numbers of the first and last pages, unless
+    both have the same number; that would take a look at all pages. Opus does not decode at every input rate, and
+    libsndfile replaces an unsupported one by the next.
     """
-    head, tail = read(0, _FIRST_BYTES), read(max(0, size - _MOST_PAGE_BYTES), _MOST_PAGE_BYTES)
+    head, tail = read(0, _FIRST_BYTES), read(max(0, size - _MAX_PAGE_BYTES), _MAX_PAGE_BYTES)
     opus = _OPUS_RATE.search(head)
     if opus and sampling_rate not in (_FULL_OPUS_RATE, int.from_bytes(opus[1], "little")):
         return False
     last = tail.rfind(b"OggS")
-    # A file that is cut off within the header of its last page has no serial number there.
+    # If the file is truncated within the header of its last page, the serial number there is incomplete.
     return head.rfind(OGG_BEGIN) == 0 and last >= 0 and head[_SERIAL].startswith(tail[last:][_SERIAL])
 
 
 def with_serial(stream: bytes, serial: int) -> bytes:
-    """Return Ogg that libsndfile has written with ``serial`` as the serial number of all pages.
+    """Replace the serial number in all pages of an Ogg file that libsndfile has written.
 
-    Encoders draw the number at random, for multiplexing; in a file of one stream it makes equal audio differ.
+    Encoders draw this number at random for multiplexing, so that equal audio would give different files.
     """
     pages = [bytearray(page) for page in _iterate_pages(stream)]
     for page in pages:
@@ -51,14 +51,14 @@ def with_serial(stream: bytes, serial: int) -> bytes:
 
 
 def is_intact(stream: bytes) -> bool:
-    """Return True for pages with right checksums, end to end; something that is no Ogg may follow."""
+    """Return True if all pages are contiguous and have correct checksums; other data may follow them."""
     pages = list(_iterate_pages(stream))
     are_right = all(page[_CHECKSUM] == _checksum_of(page) for page in pages)
     return are_right and stream.find(b"OggS", sum(map(len, pages))) < 0
 
 
 def _iterate_pages(stream: bytes) -> Iterator[bytes]:
-    """Yield the pages that follow each other from the begin of a stream on; the last one may be incomplete."""
+    """Yield the contiguous pages from the start of a stream; the last one may be incomplete."""
     position = 0
     while size := page_bytes(stream, position):
         yield stream[position : position + size]
@@ -66,9 +66,10 @@ def _iterate_pages(stream: bytes) -> Iterator[bytes]:
 
 
 def _checksum_of(page: bytes | bytearray) -> bytes:
-    """Return the CRC-32 of a page, its own field being zero: polynomial 0x04c11db7, not reflected, no inversions.
+    """Return the CRC-32 of a page with its checksum field set to zero.
 
-    That is zlib's CRC of the bit-reversed bytes, its two inversions undone: computed in C.
+    Ogg uses the polynomial 0x04c11db7 without reflection and inversions. This equals zlib's fast CRC of the
+    bit-reversed bytes with its two inversions undone.
     """
     bare = page[: _CHECKSUM.start] + bytes(4) + page[_CHECKSUM.stop :]
     reflected = zlib.crc32(bare.translate(_REVERSED), 0xFFFFFFFF) ^ 0xFFFFFFFF
@@ -76,7 +77,7 @@ def _checksum_of(page: bytes | bytearray) -> bytes:
 
 
 def page_bytes(stream: bytes, position: int) -> int:
-    """Return the size of the page that starts at ``position``, 0 where no whole page header is."""
+    """Return the size of the page at ``position``; 0 if there is no complete page header."""
     header = _PAGE.match(stream, position)
     if header is None:
         return 0

@@ -1,7 +1,7 @@
-"""Resampling, and the number of samples that times and other rates come to, as Lhotse computes them.
+"""Resampling, and conversion of times and rates to numbers of samples, as Lhotse does it.
 
-Audio that is stored or goes into a codec is resampled as Lhotse does it, so that training makes the same samples of the
-same recording. Audio for a speaker encoder is stored nowhere, and is resampled with less error by default.
+Audio for a dataset or a codec is resampled like in Lhotse, so that training gets the same samples from the same
+recording. Audio for a speaker encoder is not stored, and is resampled with less error by default.
 """
 
 import math
@@ -14,7 +14,7 @@ import numpy as np
 from sharmill.errors import RejectRecord
 
 Resampling = Literal["soxr", "kaiser", "sinc"]
-# Packages whose versions the samples depend on, by the way of resampling.
+# Packages whose versions affect the samples, by resampling method.
 RESAMPLING_PACKAGES: Final[dict[Resampling, tuple[str, ...]]] = {
     "soxr": ("numpy", "soxr"),
     "kaiser": ("numpy", "torch", "torchaudio"),
@@ -22,7 +22,7 @@ RESAMPLING_PACKAGES: Final[dict[Resampling, tuple[str, ...]]] = {
 }
 
 _MAX_FILTER_SIZE: Final = 1 << 23
-# torchaudio's parameters for what librosa calls kaiser_best.
+# torchaudio's parameters for librosa's kaiser_best.
 _KAISER: Final = {
     "resampling_method": "sinc_interp_kaiser",
     "lowpass_filter_width": 64,
@@ -32,7 +32,7 @@ _KAISER: Final = {
 
 
 def segment_bounds(offset: float, duration: float, sampling_rate: int) -> tuple[int, int]:
-    """Return first sample and number of samples of a segment given in seconds; each is rounded as Lhotse rounds it.
+    """Return the first sample and the number of samples of a segment in seconds, each rounded like in Lhotse.
 
     Raises:
         ValueError: ``offset`` or ``duration`` is negative or not finite.
@@ -43,27 +43,30 @@ def segment_bounds(offset: float, duration: float, sampling_rate: int) -> tuple[
 
 
 def resampled_length(num_samples: int, from_rate: int, to_rate: int) -> int:
-    """Return the number of samples that ``resample`` makes of ``num_samples``; of a handful it can make 0."""
+    """Return the number of samples that ``resample`` returns for ``num_samples``; it may be 0 for very few."""
     if from_rate == to_rate:
         return num_samples
-    # Through seconds in floating point, since that is how Lhotse's Recording.resample computes it.
+    # Lhotse's Recording.resample converts to seconds in floating point, too.
     return _round_half_up(num_samples / from_rate * to_rate)
 
 
 def resample(audio: np.ndarray, from_rate: int, to_rate: int, resampling: Resampling = "sinc") -> np.ndarray:
-    """Resample float32 ``audio`` (samples,); no-op for equal rates.
+    """Resample float32 ``audio`` (samples,); equal rates return it unchanged.
 
-    ``sinc`` is torchaudio's default windowed sinc: the samples and their number are those of Lhotse's
+    ``sinc`` is torchaudio's default windowed sinc. Its samples equal Lhotse's
     ``Recording.resample(to_rate).load_audio()`` in a process with one torch thread, such as a DataLoader worker.
-    ``kaiser`` has a Kaiser window and 64 zero crossings; ``soxr`` is libsoxr at its high quality.
+    ``kaiser`` has a Kaiser window and 64 zero crossings. ``soxr`` is libsoxr at high quality.
 
     Returns:
-        float32 samples (resampled_length(len(audio), from_rate, to_rate),); of ``soxr``, give or take one.
+        float32 samples (resampled_length(len(audio), from_rate, to_rate),); with ``soxr`` possibly one more or fewer.
+
+    Raises:
+        RejectRecord: ``unsupported_rate``, if the rates have no small common ratio.
     """
     if from_rate == to_rate or len(audio) == 0:
         return audio
-    # The filter has a phase for every output sample until the rates meet again, which without a common divisor is late:
-    # it would take gigabytes. soxr could, but not the stages after match.
+    # The filter has one phase for each output sample until both rates coincide again. Without a common divisor it would
+    # take gigabytes. soxr would not, but the stages after match do not use soxr.
     divisor = math.gcd(from_rate, to_rate)
     if (from_rate // divisor) * (to_rate // divisor) > _MAX_FILTER_SIZE:
         raise RejectRecord("unsupported_rate", f"{from_rate} Hz and {to_rate} Hz have no small common ratio")
@@ -75,20 +78,20 @@ def resample(audio: np.ndarray, from_rate: int, to_rate: int, resampling: Resamp
 
     waveform = torch.from_numpy(np.require(audio, np.float32, ["C", "W"]))[None]
     num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # the last bits of a convolution depend on the number of threads
+    torch.set_num_threads(1)  # the number of threads affects the last bits of a convolution
     try:
         with torch.no_grad():
             resampled = _resampler(from_rate, to_rate, resampling)(waveform)[0].numpy()
     finally:
         torch.set_num_threads(num_threads)
     length = resampled_length(len(audio), from_rate, to_rate)
-    if len(resampled) < length:  # torchaudio computes its length in float32: short above some 2**24 samples
+    if len(resampled) < length:  # torchaudio computes the length in float32, too short above about 2**24 samples
         return np.pad(resampled, (0, length - len(resampled)), mode="reflect")
     return resampled[:length]
 
 
 def _round_half_up(num_samples: float) -> int:
-    """Round as Lhotse's ``compute_num_samples``, which cannot be imported without torch."""
+    """Round like Lhotse's ``compute_num_samples``, whose import would load torch."""
     return int(Decimal(round(num_samples, ndigits=8)).quantize(Decimal(0), rounding=ROUND_HALF_UP))
 
 

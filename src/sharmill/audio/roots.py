@@ -1,7 +1,8 @@
-"""Audio roots: the files that the audio paths of a manifest stand for, inside one folder and never a command.
+"""Audio roots: the folders and URLs in which the audio paths of manifests are resolved.
 
-Every stage asks here, so that all of them agree on which file a path means. A root may be a URL: audio below it is
-copied into the cache of the run, where every stage and rank finds the same copy.
+All stages resolve paths here, so that they agree on the file that a path means. A path never leaves its root, and is
+never a command. A root may be a URL; audio below it is copied into the cache of the run, where every stage and rank
+finds the same copy.
 """
 
 import dataclasses
@@ -25,35 +26,39 @@ from sharmill.files.location import Location, RemoteLocation, is_url, local
 from sharmill.files.similar import describe_similar
 from sharmill.manifest import MAX_PATH, Segment
 
-# A part of a URL's path goes up whatever query or parameter is behind it.
+# ".." in a URL leads to the parent folder even if a query or a parameter follows.
 _GOES_UP: Final = re.compile(r"(?:^|[/\\])\.\.(?:[/\\?;#]|$)")
-# The problem of an absolute path, and of a URL, that is not below the root.
+# The problem of an absolute path (False) and of a URL (True) that is not below the root.
 _NOT_BELOW: Final = {
     False: "the audio path is absolute and not below the audio root",
-    True: "the audio path is a URL and not below the audio root; it is fetched where audio_root is the begin of it, "
+    True: "the audio path is a URL and not below the audio root; set audio_root to the beginning of the URL, such as "
     "https://host/folder",
 }
-# More than a day of speech at 16 kHz in WAV.
+# More than a day of speech as WAV at 16 kHz.
 _MAX_BYTES: Final = 4 << 30
 
 
 def normalise_path(audio_filepath: str, roots: Iterable[str] = ()) -> str:
-    """Return an audio path of a manifest relative to its root: without ``.``, ``..`` and double slashes.
+    """Return an audio path of a manifest relative to its root, without ``.``, ``..`` and double slashes.
 
-    Only the text is looked at, not the disk. ``roots`` are the absolute paths, or URLs, that the root is known by.
+    Only the text is examined, not the disk.
+
+    Args:
+        audio_filepath: the path in the manifest.
+        roots: the absolute paths, or URLs, by which the root is known.
 
     Raises:
-        RejectRecord: ``outside_root`` where the path names a command, is absolute or a URL and below none of ``roots``,
-            or leaves the root by ``..``; ``missing_audio`` where it is longer than any path.
+        RejectRecord: ``outside_root`` if the path is a command, leaves the root by ``..``, or is absolute or a URL and
+            below none of ``roots``; ``missing_audio`` if it is longer than a path can be.
 
     Example:
         >>> normalise_path("/data/./speech/a/../b.wav", ["/data/speech"])
         'b.wav'
     """
     if audio_filepath.startswith("pipe:") or audio_filepath.rstrip().endswith("|"):
-        raise RejectRecord("outside_root", "the audio path names a command, not a file")
+        raise RejectRecord("outside_root", "the audio path is a command, not a file")
     if "\0" in audio_filepath:
-        raise RejectRecord("outside_root", "the audio path has a null character, which no path can have")
+        raise RejectRecord("outside_root", "the audio path contains a null character, which paths cannot have")
     if len(audio_filepath) > MAX_PATH:
         raise RejectRecord(
             "missing_audio", f"the audio path has {len(audio_filepath):,} characters, more than a path can have"
@@ -81,7 +86,7 @@ def normalise_path(audio_filepath: str, roots: Iterable[str] = ()) -> str:
 
 
 def _behind(root: str, path: str) -> str | None:
-    """Return the part of an absolute path or a URL below a root; None if it lies elsewhere."""
+    """Return an absolute path or a URL relative to a root; None if it lies elsewhere."""
     if is_url(path):
         return path.removeprefix(f"{root}/") if path.startswith(f"{root}/") else None
     pure = PurePosixPath(path)
@@ -89,20 +94,20 @@ def _behind(root: str, path: str) -> str | None:
 
 
 def _check_dots(relative: str) -> None:
-    """Raise RejectRecord ``outside_root`` where a path below a URL goes up: a server undoes the quoting before."""
+    """Raise RejectRecord ``outside_root`` if a path below a URL contains ``..``, quoted or not."""
     if _GOES_UP.search(unquote(relative)):
         raise RejectRecord("outside_root", "the audio path leaves the audio root by '..'")
 
 
 @dataclass(frozen=True)
 class AudioRoot:
-    """A folder, or a URL, that no audio path of one source may leave.
+    """A folder, or a URL, that the audio paths of a source must not leave.
 
     Args:
-        path: the folder; of a URL there is none.
-        absolute_only: paths relative to it are rejected: of ``audio_root: null``, where it is the root of all folders.
-        url: without a slash at its end; empty for a folder.
-        float_scale: full scale of files below it that hold floats.
+        path: the folder; unused for a URL.
+        absolute_only: reject relative paths. This is set for ``audio_root: null``, whose folder is ``/``.
+        url: the URL without a trailing slash; empty for a folder.
+        float_scale: the full scale of float files below the root.
     """
 
     path: Path
@@ -112,7 +117,7 @@ class AudioRoot:
 
     @classmethod
     def of(cls, path: str | Path | None, float_scale: float = 1.0) -> "AudioRoot":
-        """Make the root of a value of ``audio_root``: ``~`` is a home folder, and None is all folders."""
+        """Make the root for a value of ``audio_root``; ``~`` is a home folder, and None allows all folders."""
         if path is None:
             return cls(Path("/"), absolute_only=True, float_scale=float_scale)
         if is_url(str(path)):
@@ -120,42 +125,42 @@ class AudioRoot:
         return cls(Path(os.path.expanduser(path)), float_scale=float_scale)  # noqa: PTH111
 
     def check(self) -> None:
-        """Raise ConfigError where the folder is not there, or has nothing in it; a URL is not asked for."""
+        """Raise ConfigError if the folder is missing or empty; a URL is not requested."""
         if self.url:
             return
         fault = "is empty"
         try:
             with os.scandir(self.path) as entries:
-                # A disk that is not mounted leaves an empty folder.
+                # The mount point of a disk that is not mounted is an empty folder.
                 if next(entries, None) is not None:
                     return
         except PermissionError:
-            return  # its files may be readable
+            return  # the files in it may still be readable
         except NotADirectoryError:
             fault = "is not a folder"
         except OSError as error:
             fault = "does not exist" if error.errno == ENOENT else f"cannot be read ({error.strerror})"
         where = "" if self.path.is_absolute() else f", which is relative to {Path.cwd()},"
         raise ConfigError(
-            f"the audio root {self.path}{where} {fault}; correct audio_root, or run from the folder that it is "
-            f"relative to{describe_similar(self.path) if fault == 'does not exist' else ''}",
+            f"the audio root {self.path}{where} {fault}; correct audio_root, or run from the folder to which it is "
+            f"relative{describe_similar(self.path) if fault == 'does not exist' else ''}",
             code="missing_input",
         )
 
     @cached_property
     def names(self) -> tuple[str, ...]:
-        """The absolute paths that it is known by: as it is written, without ``..``, and with links resolved."""
+        """The absolute paths of the root: as written, without ``..``, and with links resolved; or its URL."""
         if self.url:
             return (self.url,)
         return str(self.path.absolute()), os.path.normpath(self.path.absolute()), os.path.realpath(self.path)
 
     @property
     def real(self) -> str:
-        """The absolute path, links resolved, or the URL."""
+        """The absolute path with links resolved, or the URL."""
         return self.names[-1]
 
     def _join(self, relative: str) -> str:
-        # pathlib would take a tenth of the time that checking a record takes.
+        # With pathlib, this would be a tenth of the time to check a record.
         return os.path.join(self.path, relative)  # noqa: PTH118
 
     def holds(self, absolute: str) -> bool:
@@ -163,20 +168,20 @@ class AudioRoot:
         return any(_behind(name, absolute) is not None for name in self.names)
 
     def has(self, relative: str) -> bool:
-        """Return True if there is a file of a normalised path on this machine."""
+        """Return True if the file of a normalised path exists on this machine."""
         return not self.url and os.path.exists(self._join(relative))  # noqa: PTH110
 
     def name_of(self, relative: str) -> str:
-        """Return the name of a file that is the same by whatever links it is reached: a real path, or a URL."""
+        """Return a name of a file that does not depend on links: its real path, or its URL."""
         return _url_below(self.url, relative) if self.url else os.path.realpath(self._join(relative))
 
     def check_inside(self, relative: str) -> None:
-        """Raise RejectRecord ``outside_root`` where a normalised path leads out: by a symbolic link, or quoted dots."""
+        """Raise RejectRecord ``outside_root`` if a normalised path leaves the root by a link or quoted dots."""
         if self.url:
             _check_dots(relative)
             return
         real = os.path.realpath(self._join(relative))
-        inside = os.path.join(self.real, "")  # noqa: PTH118 - a Path has no separator at its end
+        inside = os.path.join(self.real, "")  # noqa: PTH118 - a Path has no trailing separator
         if not (real == self.real or real.startswith(inside)):
             raise RejectRecord("outside_root", "the audio path leaves the audio root by a symbolic link")
 
@@ -186,9 +191,9 @@ class AudioRoots:
     """The audio roots of all sources of a dataset, numbered in their order in the configuration.
 
     Attributes:
-        roots: by number.
-        numbers: those of each source.
-        cache: where what is below URLs is copied to.
+        roots: the roots by their numbers.
+        numbers: the numbers of the roots of each source.
+        cache: the cache for copies of files below URLs.
     """
 
     roots: tuple[AudioRoot, ...]
@@ -202,9 +207,12 @@ class AudioRoots:
         cache: Cache | None = None,
         float_scales: Iterable[float] = (),
     ) -> "AudioRoots":
-        """Make the roots of the values of ``audio_root``, one of each source, and of a cache, by default the user's.
+        """Make the roots from the values of ``audio_root``, one for each source.
 
-        ``float_scales`` are those of the first sources; the scale of all others is 1.
+        Args:
+            audio_roots: the values.
+            cache: the cache for files below URLs; by default the user's.
+            float_scales: the scales of the first sources; the scale of all others is 1.
         """
         roots: list[AudioRoot] = []
         numbers = []
@@ -212,12 +220,12 @@ class AudioRoots:
             paths = [value] if value is None or isinstance(value, (str, Path)) else value
             numbers.append(tuple(range(len(roots), len(roots) + len(paths))))
             roots += [AudioRoot.of(path, float_scale) for path in paths]
-        # A redirect may lead to the host of another root.
+        # Redirects may lead to the hosts of all roots.
         origins = frozenset(root.url for root in roots if root.url)
         return cls(tuple(roots), tuple(numbers), dataclasses.replace(cache or Cache.at(None), origins=origins))
 
     def check(self) -> None:
-        """Raise ConfigError where a folder is not there, or one of a source lies within another of it."""
+        """Raise ConfigError if a folder is missing, or lies within another folder of the same source."""
         for root in self.roots:
             root.check()
         for numbers in self.numbers:
@@ -227,7 +235,7 @@ class AudioRoots:
                 refuse((is_inside, f"the audio root {inner.path} lies within {outer.path}; name the outer one only"))
 
     def check_node(self) -> None:
-        """Raise DeviceError where this node does not see a folder: all records there would be rejected, one by one."""
+        """Raise DeviceError if this node does not see a folder, instead of rejecting all records in it one by one."""
         for root in self.roots:
             try:
                 root.check()
@@ -239,15 +247,15 @@ class AudioRoots:
                 ) from error
 
     def place(self, source: int, audio_filepath: str) -> tuple[int, str]:
-        """Return the root of a record's audio, by its number, and the normalised path below it, links left as they are.
+        """Return the number of the root of a record's audio, and the normalised path below it; links are kept.
 
-        A relative path is below the first folder of the source that has such a file, else below its first root. Of
-        equal roots the first one is returned, so that one file is one file in whichever source it is; roots are not
-        equal if their float scales differ.
+        A relative path belongs to the first folder of the source in which the file exists, or else to its first root.
+        Sources may share a root. Then the first of the equal roots is returned, so that a file has the same place in
+        all sources. Roots with different float scales are not equal.
 
         Raises:
-            RejectRecord: ``outside_root``, as ``normalise_path``, and where a symbolic link, or a quoted ``..`` below a
-                URL, leads out.
+            RejectRecord: as ``normalise_path``; also ``outside_root`` if a symbolic link, or a quoted ``..`` below a
+                URL, leaves the root.
         """
         numbers = self.numbers[source]
         relative = normalise_path(audio_filepath, [name for number in numbers for name in self.roots[number].names])
@@ -257,7 +265,7 @@ class AudioRoots:
         elif self.roots[number].absolute_only:
             raise RejectRecord("outside_root", "the audio path is relative, and its source has audio_root: null")
         elif len(numbers) > 1:
-            # A URL is not asked: records must not depend on what it has at that moment.
+            # URLs are not requested: records must not depend on their content at this moment.
             number = next((n for n in numbers if self.roots[n].has(relative)), number)
         found = self.roots[number]
         found.check_inside(relative)
@@ -267,9 +275,9 @@ class AudioRoots:
         ), relative  # fmt: skip
 
     def may_have(self, record: Any, source: int | None) -> bool:
-        """Return True if the file of a record of a source, or of any for None, is there, or below a URL.
+        """Return True if the audio of a record exists in a source (None: in any), or lies below a URL.
 
-        A URL is not asked.
+        URLs are not requested.
         """
         with suppress(RejectRecord, KeyError, TypeError):
             for one in range(len(self.numbers)) if source is None else [source]:
@@ -279,43 +287,43 @@ class AudioRoots:
         return False
 
     def locate(self, segment: Segment) -> Path:
-        """Return where the file of a segment, or its container, lies, as ``obtain``.
+        """Return the local path of the file or container of a segment, as ``obtain`` does.
 
         Raises:
-            RejectRecord: ``outside_root`` where the path leads out by now, and what ``Cache.get`` raises.
+            RejectRecord: ``outside_root`` if the path leaves the root by now; and as ``Cache.get``.
         """
         self.roots[segment.root].check_inside(segment.file)
         return self.obtain(segment.root, segment.file, is_container=segment.member is not None)
 
     def obtain(self, number: int, relative: str, *, is_container: bool) -> Path:
-        """Return where the file of a path that ``place`` has just returned lies, links as they are; of a URL the copy.
+        """Return the local path for a result of ``place``; below a URL it is the copy in the cache.
 
-        A copy is not evicted as long as the path that is returned lives.
+        A copy is not evicted while the returned path object exists.
 
         Raises:
-            RejectRecord: what ``Cache.get`` raises.
+            RejectRecord: as ``Cache.get``.
         """
         return local(self.path_of(number, relative, math.inf if is_container else _MAX_BYTES))
 
     def path_of(self, number: int, relative: str, max_bytes: float = math.inf) -> Location:
-        """Return the location of a file below a root; behind a URL, a file of more than ``max_bytes`` is refused."""
+        """Return the location of a file below a root; below a URL, a file of more than ``max_bytes`` is refused."""
         root = self.roots[number]
         if root.url:
             return RemoteLocation(_url_below(root.url, relative), self.cache, max_bytes=max_bytes)
         return root.path / relative
 
     def real_name(self, segment: Segment) -> str:
-        """Return a name of a segment's recording: the same for one file, by whatever links and roots it is named."""
+        """Return a name of a segment's recording that does not depend on links and roots."""
         path = self.roots[segment.root].name_of(segment.file)
         return path if segment.member is None else f"{path}\0{segment.member.start}"
 
 
 def _url_below(root: str, relative: str) -> str:
-    """Return the URL of a path below a root; what URLs of web servers cannot have is quoted.
+    """Return the URL of a path below a root; characters that HTTP URLs cannot contain are quoted.
 
     >>> _url_below("https://host/speech", "84/a b.flac")
     'https://host/speech/84/a%20b.flac'
     """
-    # Characters that are quoted already stay so.
+    # "%" is safe, so that quoted characters stay as they are.
     safe = "/%?=&+,:;@~!$'()*[]"
     return f"{root}/{quote(relative, safe=safe) if root.startswith('http') else relative}"

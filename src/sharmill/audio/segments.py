@@ -1,7 +1,7 @@
-"""Reading of a manifest's segments, and the check that their audio still is what it was.
+"""Reading of a manifest's segments, and checks that their audio has not changed between stages.
 
-A stage that reads a segment gets, beside the samples, notes about the file as it was read. The next stage that reads
-the segment compares with them.
+With the samples of a segment, a stage gets notes about the file. The next stage that reads the segment compares the
+file with these notes.
 """
 
 import math
@@ -30,34 +30,34 @@ from sharmill.errors import RejectRecord
 from sharmill.files.checksums import checksum_bytes
 from sharmill.manifest import AudioNotes, Member, Segment
 
-# -60 dB of full scale: audio whose loudest sample is below has no speech in it.
+# -60 dB relative to full scale. Audio whose loudest sample is quieter contains no speech.
 SILENT_PEAK: Final = 1e-3
-# 24 dB above full scale. Speech overshoots by less: decoders of lossy formats by a few dB, float recordings by as much
-# as their gain was too high. Floats with the values of 16-bit integers are beyond it unless they are silent
-# (SILENT_PEAK * 32768 = 33), and those of more bits all the more. Integer formats never exceed 1.
+# 24 dB above full scale. Speech overshoots by less: lossy decoders by a few dB, float recordings by their excess gain.
+# Floats with the values of 16-bit (or larger) integers exceed this peak unless they are silent
+# (SILENT_PEAK * 32768 = 33). Integer formats never exceed 1.
 _HIGHEST_PEAK: Final = 16.0
-# A file that is copied as a whole may have pictures and notes of this size beside its samples.
+# Limit for pictures and notes beside the samples in a file that is copied as a whole.
 _MAX_FILE_BYTES: Final = 64 << 20
-# In memory, of rows of parquet files and of what is made of segments.
+# Limit for data kept in memory: rows of parquet files, and results for segments.
 _SPOOLED_BYTES: Final = 64 << 20
-# Samples of a speaker encoder.
+# float32 samples at 16 kHz, as speaker encoders take them.
 _BYTES_PER_SECOND: Final = 64_000
-# A recording of hours is never in memory as a whole.
+# Results are passed on in parts of about this size, so that hours of audio are never in memory at once.
 _PART_BYTES: Final = 4 << 20
 
 Made = TypeVar("Made")
-# Bytes, or an array.
+# Bytes or an array.
 Data = TypeVar("Data")
-# Numbers of segments of a recording, each with what is made of it, or why there is nothing.
+# Numbers of segments of a recording, each with its result, or the reason why it has none.
 Part: TypeAlias = list[tuple[int, tuple[Data, Made] | RejectRecord]]
 
 
 @dataclass(frozen=True)
 class SegmentPlace:
-    """A segment as samples of a file: ``start`` and ``num_samples`` at the file's own rate.
+    """The place of a segment in a file: ``start`` and ``num_samples`` in samples at the file's own rate.
 
-    ``size`` and ``modified`` are those of the file: bytes, and nanoseconds. Of a recording in a container ``path`` and
-    ``modified`` are the container's.
+    ``size`` is the size of the recording in bytes, and ``modified`` the modification time of the file in nanoseconds.
+    For a recording in a container, ``path`` and ``modified`` are those of the container.
     """
 
     path: Path
@@ -74,7 +74,7 @@ class SegmentPlace:
 
 @dataclass(frozen=True, slots=True)
 class SegmentAudio:
-    """The samples of a segment (samples,), float32 or int16, where they lie, and notes about the file as read."""
+    """The samples of a segment (samples,), float32 or int16, with their place and notes about the file."""
 
     samples: np.ndarray
     sampling_rate: int
@@ -83,19 +83,19 @@ class SegmentAudio:
 
     @property
     def content(self) -> int:
-        """A hash of rate and samples at 16 bits: equal for copies under other names, formats and positions."""
+        """A hash of rate and 16-bit samples, which is equal for copies in other files, formats and positions."""
         rounded = self.samples
         if rounded.dtype != np.int16:
             rounded = np.clip(np.rint(to_float(rounded) * 32768), -32768, 32767).astype(np.int16)
-        # One channel of several is not contiguous.
+        # A channel of a multi-channel array is not contiguous.
         return xxhash.xxh3_128_intdigest(np.ascontiguousarray(rounded).data, seed=self.sampling_rate)
 
 
 @dataclass(frozen=True, slots=True)
 class FileCopy:
-    """The bytes of a file that is a segment, and the measures of its sound, packed.
+    """The bytes of a file that is a whole segment, and its packed acoustic measures.
 
-    ``sound`` is "" where an earlier stage has decoded the file and has not measured it.
+    ``sound`` is "" if an earlier stage has decoded the file without measuring it.
     """
 
     data: bytes
@@ -103,18 +103,18 @@ class FileCopy:
     sound: str
 
 
-def never(location: SegmentPlace) -> bool:
-    """Return False: no whole file is to be copied."""
+def copy_nothing(location: SegmentPlace) -> bool:
+    """Return False, so that no file is copied as a whole."""
     return False
 
 
 @dataclass(frozen=True)
 class SegmentReader:
-    """A reader of segments below the audio roots of the sources; it rejects audio that is silent or was replaced.
+    """Reads segments below the audio roots of the sources, and rejects audio that is silent or was replaced.
 
     Args:
         roots: the audio roots of the sources.
-        duration_tolerance: how far audio and manifest may be apart, in seconds.
+        duration_tolerance: the allowed difference between the durations of audio and manifest, in seconds.
     """
 
     roots: AudioRoots
@@ -124,7 +124,7 @@ class SegmentReader:
         """Decode a segment.
 
         Raises:
-            RejectRecord: the audio cannot be used, is silent, or is not what ``segment.notes`` say.
+            RejectRecord: the audio is unusable or silent, or does not match ``segment.notes``.
         """
         ((_, found),) = self.read_or_copy([segment])
         if isinstance(found, RejectRecord):
@@ -135,22 +135,26 @@ class SegmentReader:
     def read_or_copy(
         self,
         segments: Sequence[Segment],
-        may_copy: Callable[[SegmentPlace], bool] = never,
+        may_copy: Callable[[SegmentPlace], bool] = copy_nothing,
         data: bytes | None = None,
     ) -> Iterator[tuple[int, SegmentAudio | FileCopy | RejectRecord]]:
-        """Read segments of one recording, in the order of their offsets; it is opened once and decoded forward.
+        """Read segments of one recording, which is opened once and decoded in the order of their offsets.
 
-        ``data`` are its bytes, where they were read before.
+        Files that are copied are decoded too, unless an earlier stage has decoded the same bytes. Otherwise a damaged
+        file would later spoil its whole shard.
 
-        Yields the index of each segment with its samples, with the bytes of a whole file that ``may_copy`` chooses, or
-        with the reject that ``read`` raises. Samples of files that hold 16 bits are int16, unless channels are mixed.
+        Args:
+            segments: the segments of the recording.
+            may_copy: returns True for places of whole files whose bytes are wanted instead of samples.
+            data: the bytes of the recording, if they were read before.
 
-        Bytes are decoded once all the same, unless they are those that an earlier stage has decoded: a file that breaks
-        later would take its whole shard with it.
+        Yields:
+            The index of each segment with its samples, the copy of its file, or the reject that ``read`` would raise.
+            Samples of 16-bit files are int16 unless channels are mixed.
         """
         in_order = sorted(range(len(segments)), key=lambda index: segments[index].offset)
         try:
-            # A link may have changed since the stage prepare saw it.
+            # A link may have changed since the stage prepare resolved it.
             path, member = self.roots.locate(segments[0]), segments[0].member
             name = segments[0].audio_filepath
             with (
@@ -162,7 +166,7 @@ class SegmentReader:
                 for index in in_order:
                     try:
                         location = _locate(segments[index], path, recording.info)
-                        # Before it is decoded, so that a foreign file takes no more memory than its record says.
+                        # Check before decoding, so that a replaced file takes no more memory than its record states.
                         if location.num_samples / location.info.sampling_rate > segments[index].duration:
                             self._check_length(segments[index], location)
                         if not is_scaled and may_copy(location):
@@ -175,7 +179,7 @@ class SegmentReader:
                             yield index, self._check(segments[index], location, samples, found)
                     except RejectRecord as reject:
                         yield index, reject
-        except RejectRecord as reject:  # it cannot be opened; what is wrong with a segment was yielded
+        except RejectRecord as reject:  # the recording cannot be opened; faults of segments were yielded above
             yield from ((index, reject) for index in in_order)
 
     def _copy(self, segment: Segment, location: SegmentPlace, recording: Recording) -> FileCopy:
@@ -193,28 +197,28 @@ class SegmentReader:
         return FileCopy(data, location, self._check(segment, location, samples, found).notes.sound)
 
     def _check_length(self, segment: Segment, location: SegmentPlace) -> None:
-        """Reject audio that was replaced since its record was checked, or is longer or shorter than that says."""
+        """Reject audio that was replaced after the stage prepare, or whose duration differs from its record."""
         rate = location.info.sampling_rate
         seconds = location.num_samples / rate
         if segment.notes.size not in (-1, location.size):
             raise RejectRecord(
                 "changed_audio",
-                f"{location.path} has {location.size} bytes, and had {segment.notes.size} when the stage prepare "
-                "looked at it",
+                f"{location.path} has {location.size} bytes instead of {segment.notes.size} at the time of the stage "
+                "prepare",
             )
-        # A segment is rounded to samples at both ends.
+        # Rounding both ends to samples may add up to one sample.
         if abs(seconds - segment.duration) > self.duration_tolerance + 1 / rate:
             raise RejectRecord(
-                "duration_mismatch", f"the manifest says {segment.duration:g} s, the audio has {seconds:g} s"
+                "duration_mismatch", f"the manifest states {segment.duration:g} s, but the audio has {seconds:g} s"
             )
 
     def _check(self, segment: Segment, location: SegmentPlace, samples: np.ndarray, found: str) -> SegmentAudio:
         if segment.notes.checksum not in ("", found):
-            raise RejectRecord("changed_audio", f"{location.path} is not what it was when the stage match read it")
+            raise RejectRecord("changed_audio", f"{location.path} has changed since the stage match read it")
         self._check_length(segment, location)
         peak = find_peak(samples)
         if peak < SILENT_PEAK:
-            level = f"is {20 * math.log10(peak):.0f} dB of full scale" if peak else "is zero"
+            level = f"has {20 * math.log10(peak):.0f} dB of full scale" if peak else "is zero"
             raise RejectRecord(
                 "silent_audio", f"the loudest sample {level}, below {20 * math.log10(SILENT_PEAK):.0f} dB"
             )
@@ -224,8 +228,8 @@ class SegmentReader:
 
 
 @dataclass(frozen=True)
-class Together:
-    """Segments of one recording that are read together, and its bytes where it is a row that was read before."""
+class RecordingSegments:
+    """Segments of one recording that are read together, with its bytes if it is a row that was read before."""
 
     segments: list[Segment]
     stored: np.ndarray | None = None
@@ -235,26 +239,27 @@ class Together:
 
     @property
     def seconds(self) -> float:
-        """The seconds of the segments, or those of audio that takes as much memory as the row."""
+        """Seconds of all segments, or of audio that takes as much memory as the row, if that is more."""
         of_row = 0.0 if self.stored is None else len(self.stored) / _BYTES_PER_SECOND
         return max(of_row, sum(segment.duration for segment in self.segments))
 
 
 @dataclass(frozen=True)
 class SegmentMaker(Generic[Data, Made]):
-    """A function that makes data, and their description, of the audio of segments; feeders can call it.
+    """A function for feeders that turns the audio of segments into data with a description.
 
     Args:
-        make: may raise RejectRecord.
-        may_copy: chooses the whole files of which ``make`` is to get the bytes.
+        reader: reads the segments.
+        make: returns the data and their description; may raise RejectRecord.
+        may_copy: returns True for places of whole files whose bytes ``make`` should get.
     """
 
     reader: SegmentReader
     make: Callable[[SegmentAudio | FileCopy], tuple[Data, Made]]
-    may_copy: Callable[[SegmentPlace], bool] = never
+    may_copy: Callable[[SegmentPlace], bool] = copy_nothing
 
-    def __call__(self, together: Together) -> Iterator[Part[Data, Made]]:
-        """Yield what is made of each of the segments, or why its audio cannot be used, in parts of some megabytes."""
+    def __call__(self, together: RecordingSegments) -> Iterator[Part[Data, Made]]:
+        """Yield the result, or the reject, of each segment in parts of a few megabytes."""
         part: Part[Data, Made] = []
         size = 0
         stored = None if together.stored is None else together.stored.tobytes()
@@ -272,18 +277,18 @@ class SegmentMaker(Generic[Data, Made]):
 
 
 class SegmentsOnce(Generic[Data, Made]):
-    """Data made of the audio of segments, which are asked for about in the order of their uses.
+    """Results for segments, each computed once and kept until its last use.
 
-    Each unique segment is made once, and kept as long as it will be asked for again: in memory up to a bound, beyond it
-    in a temporary file (TMPDIR), which goes with the process. When the first segment of a recording is asked for, all
-    of that recording are made: it is opened once and read in the order of offsets.
+    Results are requested roughly in the order of ``uses``. Up to a limit they are kept in memory, and beyond it in a
+    temporary file (in TMPDIR) that disappears with the process. The first request for a segment computes the results
+    for all segments of the same recording, which is opened once and read in the order of offsets.
 
     Args:
         roots: the audio roots of the sources.
-        uses: the segments, each as often as it will be asked for.
+        uses: the segments, each as often as it will be requested.
 
     Attributes:
-        results: what a ``SegmentMaker`` makes of each of ``recordings``, in their order: to be set.
+        results: the results of a ``SegmentMaker`` for ``recordings``, in the same order; set by the caller.
     """
 
     results: Iterator[Iterable[Part[Data, Made]]]
@@ -291,23 +296,23 @@ class SegmentsOnce(Generic[Data, Made]):
     def __init__(self, roots: AudioRoots, uses: Iterable[Segment]) -> None:
         self._roots = roots
         self._uses_left = Counter(uses)
-        # A result that is made alone and will be asked for once is not kept in the spool.
+        # The only result of a recording is not kept in the spool if it will be requested only once.
         self._kept: dict[Segment, tuple[tuple[int, int] | Data, Made] | RejectRecord] = {}
         self._spool = tempfile.SpooledTemporaryFile(_SPOOLED_BYTES, prefix="sharmill-")  # noqa: SIM115
         self._together: dict[Hashable, list[Segment]] = {}
         for segment in self._uses_left:
-            self._together.setdefault(_made_with(segment), []).append(segment)
+            self._together.setdefault(_batch_key(segment), []).append(segment)
         self._order = iter(list(self._together.values()))
         self._rows = self._read_rows()
 
-    def recordings(self) -> Iterator[Together]:
-        """Yield the recordings in the order of their first use."""
+    def recordings(self) -> Iterator[RecordingSegments]:
+        """Yield the segments of each recording, in the order of first uses."""
         for together in self._together.values():
             row = self._rows.get(together[0].recording)
-            yield Together(together, None if row is None else np.frombuffer(self._get(*row), np.uint8))
+            yield RecordingSegments(together, None if row is None else np.frombuffer(self._get(*row), np.uint8))
 
     def _read_rows(self) -> dict[Hashable, tuple[int, int]]:
-        """Read the audio in rows of parquet files in their order: a whole row group is read to have one row of it."""
+        """Read the audio in rows of parquet files in order, since reading one row takes its whole row group."""
         found: dict[Hashable, tuple[int, int]] = {}
         rows: dict[Any, tuple[Segment, Member]] = {
             one.recording: (one, one.member)
@@ -315,7 +320,7 @@ class SegmentsOnce(Generic[Data, Made]):
         }  # fmt: skip
         for recording in sorted(rows):
             segment, member = rows[recording]
-            # Reading it raises it again.
+            # A fault is raised again when the segments are read.
             with suppress(RejectRecord, UnreadableRows):
                 path = self._roots.locate(segment)
                 if not open_rows(path).is_mapped:
@@ -323,10 +328,10 @@ class SegmentsOnce(Generic[Data, Made]):
         return found
 
     def get(self, segment: Segment) -> tuple[Data | bytes, Made]:
-        """Return what is made of a segment; an array may come as its bytes.
+        """Return the result for a segment; an array may be returned as its bytes.
 
         Raises:
-            RejectRecord: its audio cannot be used.
+            RejectRecord: the audio of the segment cannot be used.
         """
         while segment not in self._kept:
             self._keep(next(self._order), next(self.results))
@@ -350,7 +355,7 @@ class SegmentsOnce(Generic[Data, Made]):
                     self._kept[together[index]] = found
 
     def _put(self, data: Any) -> tuple[int, int]:
-        """Keep bytes, and return where they are: what ``_get`` wants."""
+        """Append bytes to the spool, and return their place for ``_get``."""
         start = self._spool.seek(0, os.SEEK_END)
         return start, self._spool.write(data)
 
@@ -360,10 +365,10 @@ class SegmentsOnce(Generic[Data, Made]):
 
 
 def find_peak(samples: np.ndarray) -> float:
-    """Return the magnitude of the loudest of samples (samples,), full scale being 1.
+    """Return the magnitude of the loudest sample in (samples,); full scale is 1.
 
     Raises:
-        RejectRecord: ``over_full_scale`` if it is far more than 1, so that the samples are at another scale.
+        RejectRecord: ``over_full_scale`` if it is so far above 1 that the samples must have another scale.
     """
     low, high = to_float(np.array([samples.min(), samples.max()]))
     peak = max(float(high), -float(low))
@@ -371,20 +376,20 @@ def find_peak(samples: np.ndarray) -> float:
         raise RejectRecord(
             "over_full_scale",
             f"the loudest sample is {peak:,.0f} times full scale; if the file holds floats, set float_scale of the "
-            "source to what is full scale in it, such as 32768 for values of 16 bits",
+            "source to their full scale, such as 32768 for 16-bit values",
         )
     return peak
 
 
 def _holds_floats(recording: Recording) -> bool:
-    """Return True if libsndfile finds floats in a recording, and no integers or compressed audio."""
+    """Return True if libsndfile reads a recording and its samples are stored as floats."""
     with suppress(sf.LibsndfileError):
         return sf.info(recording.source.stream()).subtype in ("FLOAT", "DOUBLE")
     return False
 
 
-def _made_with(segment: Segment) -> Hashable:
-    """Return a key that is equal for segments that are made together."""
+def _batch_key(segment: Segment) -> Hashable:
+    """Return a key that is equal for segments that are read together."""
     return segment if segment.whole_file else segment.recording
 
 
@@ -392,7 +397,7 @@ def _locate(segment: Segment, path: Path, info: AudioInfo) -> SegmentPlace:
     start, num_samples = 0, info.num_samples
     if not segment.whole_file:
         start, num_samples = segment_bounds(segment.offset, segment.duration, info.sampling_rate)
-        # The header check allows a segment to end a little after its file; there are no samples there.
+        # The header check allows a segment to end slightly after its file.
         num_samples = min(num_samples, info.num_samples - start)
         if num_samples <= 0:
             raise RejectRecord("empty_audio", "the segment has no samples")
@@ -402,11 +407,11 @@ def _locate(segment: Segment, path: Path, info: AudioInfo) -> SegmentPlace:
 
 
 def _checksum(segment: Segment, location: SegmentPlace, samples: np.ndarray, checksum_all: Callable[[], str]) -> str:
-    """Return the checksum of what a segment was read from; ``checksum_all`` returns that of all bytes of the recording.
+    """Return a checksum of the audio of a segment; ``checksum_all`` returns the checksum of the whole recording.
 
-    Of a whole file its bytes; of a part the samples, which cost nothing more to read. But samples of MP3, Vorbis and
-    Opus may differ in their last bits between kinds of CPU: of a part of such a file all its bytes, once per file, and
-    not again where size and time are those that were noted with the checksum.
+    For a whole file it covers the bytes, and for a part the samples, which are read anyway. The samples of MP3, Vorbis
+    and Opus may differ in their last bits between kinds of CPU. Parts of such files therefore get the checksum of the
+    whole recording. It is computed once per file, and taken from the notes if size and time are still the same.
     """
     notes = segment.notes
     if not location.is_whole_file:

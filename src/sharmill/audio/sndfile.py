@@ -1,7 +1,7 @@
-"""Decoding through libsndfile, which knows WAV, FLAC, MP3, Ogg and others, by content.
+"""Decoding by libsndfile, which reads WAV, FLAC, MP3, Ogg and other formats, detected by content.
 
-Beside it what libsndfile does not tell: a header that states a wrong number of samples, and damage that it passes over.
-``ffmpeg.py`` decodes the rest.
+Checks are added for faults that libsndfile ignores: headers with a wrong number of samples, and some kinds of damage.
+``ffmpeg.py`` decodes all other formats.
 """
 
 import fcntl
@@ -27,42 +27,41 @@ from sharmill.files.messages import anonymous_file
 
 log = logging.getLogger(__name__)
 
-# Our names where they are not libsndfile's format in lower case.
+# Our names of formats, unless they are libsndfile's in lower case.
 _OTHER_NAMES: Final = {"OPUS": "opus", "WAVEX": "wav"}
-# Subtypes without memory between samples: a seek lands on the same values as a decode from the start.
+# Subtypes whose samples do not depend on earlier ones, so that a seek gives the same values as a complete decode.
 _MEMORYLESS: Final = ("PCM_S8", "PCM_U8", "PCM_16", "PCM_24", "PCM_32", "FLOAT", "DOUBLE", "ULAW", "ALAW")
 _UNKNOWN_LENGTH: Final = (1 << 63) - 1  # libsndfile's SF_COUNT_MAX
-# libsndfile shortens a chunk that goes beyond the end of the file, and says so only in its log.
+# If a chunk extends beyond the end of the file, libsndfile shortens it and only mentions that in its log.
 _SHORTENED_CHUNK: Final = re.compile(
     r"^\s*(?:data|SSND|Data Size|Riff size|riff)\s*: (\d+) \(should be (\d+)\)", re.MULTILINE
 )
-
-
 _MPEG: Final = re.compile(rb"ID3|\xff[\xe0-\xff]", re.DOTALL)
 
 
 class SndfileDecoder(Decoder):
-    """An audio file that libsndfile has opened.
+    """An audio file that libsndfile decodes.
 
     Raises:
-        RejectRecord: unreadable_audio (libsndfile cannot open it), duration_mismatch (it holds more than it states).
+        RejectRecord: unreadable_audio (libsndfile cannot open the file), duration_mismatch (the file holds more audio
+            than its header states).
     """
 
     def __init__(self, source: AudioBytes) -> None:
         self._source = source
         self._is_mpeg = _MPEG.match(source.read(0, 3)) is not None
-        # Not the path: libsndfile takes anything called .raw, .vox, .gsm or .au for audio.
+        # Without the path, since libsndfile would accept any file named .raw, .vox, .gsm or .au as audio.
         descriptor = source.descriptor
         if descriptor is not None:
-            os.lseek(descriptor, 0, os.SEEK_SET)  # where another decoder has left it
+            os.lseek(descriptor, 0, os.SEEK_SET)  # another decoder may have moved it
         with _rejecting(source.name, self._is_mpeg):
             sound = _ForwardSound(source.stream() if descriptor is None else descriptor, closefd=False)
-        # Once: soundfile looks each up in its tables.
+        # soundfile computes each property on every access.
         num_samples, kind, subtype = sound.frames, sound.format, sound.subtype
         exact = kind == "FLAC" or subtype in _MEMORYLESS
-        # A demuxer of FFmpeg that reads all of the audio, where libsndfile reads a part of it.
+        # FFmpeg's demuxer that reads all of the audio, if libsndfile reads only a part; otherwise empty.
         self.demuxer = ""
-        # Places of the streams that lie one behind the other, of which libsndfile reads the first.
+        # Positions of concatenated streams, of which libsndfile reads only the first.
         self.starts: list[int] = []
         if num_samples == _UNKNOWN_LENGTH or subtype in ("MPEG_LAYER_I", "MPEG_LAYER_II"):
             num_samples, self.demuxer = 0, "flac" if kind == "FLAC" else "mp3"
@@ -71,9 +70,9 @@ class SndfileDecoder(Decoder):
             self.demuxer = "mp3" if num_samples > sound.frames or len(self.starts) > 1 else ""
         elif kind == "OGG" and not is_plain_ogg(source.read, source.size, sound.samplerate):
             self.demuxer = "ogg"
-        # libsndfile takes several times as long for floats of them.
+        # Converting 16-bit samples to floats takes libsndfile several times as long.
         self._dtype = "int16" if subtype == "PCM_16" else "float32"
-        # Ogg states its length in its last page, so that it cannot be wrong by much.
+        # Ogg states its length in its last page, so it cannot be wrong by much.
         is_bounded = not exact and kind not in ("OGG", "FLAC")
         if is_bounded and num_samples > source.size * MAX_SAMPLES_PER_BYTE:
             raise RejectRecord(
@@ -83,7 +82,7 @@ class SndfileDecoder(Decoder):
         self.info = AudioInfo(sound.samplerate, num_samples, sound.channels, format, exact)
         self._sound = sound
         self._sought = exact
-        # All samples, where they are known to be right; and the next that is read, of them or of libsndfile.
+        # All samples, if ``check_end`` has decoded them; and the position of the next read.
         self._whole: np.ndarray | None = None
         self._position = 0
 
@@ -94,8 +93,8 @@ class SndfileDecoder(Decoder):
         self._sought = True
 
     def read(self, num_samples: int) -> np.ndarray:
-        if not self._sought and sf.SoundFile.seekable(self._sound):  # GSM in WAV is not
-            # MP3 decodes to other last bits without it, and soundfile.read does it. It decodes: not for a header alone.
+        if not self._sought and sf.SoundFile.seekable(self._sound):  # GSM in WAV is not seekable
+            # soundfile.read seeks first too, which changes the last bits of MP3. A header needs no seek, which decodes.
             self.seek(0)
         if self._whole is not None:
             found = self._whole[self._position : self._position + num_samples]
@@ -106,7 +105,7 @@ class SndfileDecoder(Decoder):
         return found
 
     def check_end(self) -> None:
-        """Raise RejectRecord for what libsndfile passes over: an early end, lost pages in Ogg, more than is stated."""
+        """Raise RejectRecord for faults that libsndfile ignores: an early end, lost Ogg pages, or unstated audio."""
         name = self._source.name
         if self._sound.format == "OGG":
             stream = self._source.read()
@@ -114,30 +113,30 @@ class SndfileDecoder(Decoder):
             size = page_bytes(stream, last)
             cut_off = last >= 0 and (size == 0 or last + size > len(stream))
             if stream.find(OGG_BEGIN, 1) >= 0:
-                raise RejectRecord("unreadable_audio", f"{name} has several Ogg streams under one serial number")
+                raise RejectRecord("unreadable_audio", f"{name} has several Ogg streams with the same serial number")
             if not cut_off and not is_intact(stream):
                 raise RejectRecord("unreadable_audio", f"{name}: a page of the Ogg stream is damaged")
         elif self._sound.format == "FLAC":
-            cut_off = False  # shows in decoding
+            cut_off = False  # decoding fails in that case
             stream, num_samples = self._source.read(), self.info.num_samples
             whole = decode_flac(stream) if self._dtype == "int16" else None
             if whole is not None:
                 self._whole = whole[:, 0] if whole.shape[1] == 1 else whole
-            # The sum that the file states is that of all samples.
+            # If the MD5 sum is right, these are all samples.
             if has_another_flac(stream) or (whole is None and has_unstated_flac(stream, num_samples)):
                 raise RejectRecord("duration_mismatch", f"{name} holds more audio than its header states")
         else:
             sizes = (map(int, pair) for pair in _SHORTENED_CHUNK.findall(self._sound.extra_info))
             cut_off = any(found < declared < STREAMED_BYTES for declared, found in sizes)
         if cut_off:
-            raise RejectRecord("duration_mismatch", f"{name} ends before its header says")
+            raise RejectRecord("duration_mismatch", f"{name} ends earlier than its header states")
 
     def close(self) -> None:
         self._sound.close()
 
 
 class _ForwardSound(sf.SoundFile):
-    """A SoundFile whose reads follow each other without seeks between them, after which MP3 decodes to other values."""
+    """A SoundFile that reads without seeks in between, after which MP3 would decode to other values."""
 
     def seekable(self) -> bool:
         return False
@@ -149,18 +148,18 @@ def _rejecting(name: str, is_mpeg: bool) -> Iterator[None]:
         with _logging_warnings(name, is_mpeg):
             yield
     except sf.LibsndfileError as error:
-        # Not str(error), which may hold the address of an object.
+        # str(error) may contain the address of an object.
         reason = error.error_string
-        if reason.startswith(("Unspecified internal error", "File does not exist")):  # as libsndfile has it of MP3
-            reason = "it is damaged, so that libsndfile cannot decode it"
+        if reason.startswith(("Unspecified internal error", "File does not exist")):  # for damaged MP3
+            reason = "it is damaged, and libsndfile cannot decode it"
         raise RejectRecord("unreadable_audio", f"{name}: {reason}") from None
 
 
 @contextmanager
 def _logging_warnings(name: str, is_mpeg: bool) -> Iterator[None]:
-    """Log what libmpg123 writes to the standard error of the process, with the name of the file.
+    """Log the messages that libmpg123 writes to the standard error of the process, with the name of the file.
 
-    Threads beside the main one leave it where it goes, since they share the descriptor.
+    In other threads than the main one they are not intercepted, because all threads share the descriptor.
     """
     if not is_mpeg or not _has_standard_error() or threading.current_thread() is not threading.main_thread():
         yield
@@ -179,7 +178,7 @@ def _logging_warnings(name: str, is_mpeg: bool) -> Iterator[None]:
 
 
 def _has_standard_error() -> bool:
-    """Return True if descriptor 2 is open for writing; after it was closed, it may be that of the recording."""
+    """Return True if descriptor 2 is open for writing; once closed, it may have been reused for the recording."""
     try:
         return sys.__stderr__ is not None and fcntl.fcntl(2, fcntl.F_GETFL) & os.O_ACCMODE != os.O_RDONLY
     except OSError:

@@ -1,4 +1,4 @@
-"""Measures of the sound of a segment, made where it is decoded anyway, and their form in manifests."""
+"""Acoustic measures of a segment, taken whenever it is decoded, and their form in manifests."""
 
 import base64
 import math
@@ -10,39 +10,39 @@ import numpy as np
 
 from sharmill.errors import UnitFailed
 
-# Samples of a frame of 32 ms for each kHz: of a frame of 706 samples a spectrum takes six times as long as of 704.
+# Samples per kHz in a frame of 32 ms. The rate is rounded to kHz: 706 samples take an FFT six times as long as 704.
 _FRAME_SAMPLES: Final = 32
-# A frame is silent if it is this much quieter than the loud ones.
+# A frame is silent if it is this much quieter than the loud frames.
 _SILENCE_DB: Final = 40.0
 _FLOOR_DB: Final = -120.0
 _FULL_SCALE: Final = 0.999
 _HIGHEST: Final = 100.0
-# Spread over the segment: enough for a mean spectrum, and a few tenths of a millisecond.
+# Numbers of frames for the mean spectra, spread over the segment; their FFTs take a few tenths of a millisecond.
 _LOUD_FRAMES: Final = 32
 _QUIET_FRAMES: Final = 16
-# A band counts if speech is heard in it: its mean level over the louder frames is at most so far below that of the
-# strongest band, as in NeMo's Speech Data Processor, and above that of the quietest frames, which are noise.
+# A band contains speech if its mean level in the loud frames is at most _BAND_DB below the strongest band, as in NeMo's
+# Speech Data Processor, and at least _ABOVE_NOISE_DB above its level in the quietest frames, which are noise.
 _BAND_HZ: Final = 250.0
 _BAND_DB: Final = 50.0
 _ABOVE_NOISE_DB: Final = 6.0
 _LOUD_DB: Final = 20.0
-# If even the quietest tenth of the frames is not this much below the loud ones, it is speech rather than noise.
+# Unless the quietest tenth of the frames is this much below the loud ones, it is speech rather than noise.
 _PAUSE_DB: Final = 10.0
 _STEPS: Final = (100, 100, 100, 30_000, 30_000, 300)
 _PACKED: Final = struct.Struct("<6h")
 
 
 class Sound(NamedTuple):
-    """Measures of the sound of a segment.
+    """Acoustic measures of a segment.
 
     Attributes:
-        loudness: RMS, in dB of full scale.
-        speech_level: RMS of the frames that are not silent, in dB of full scale.
-        peak: of the loudest sample, in dB of full scale.
-        clipped: share of the samples that are at full scale.
-        silence: share of the frames that are 40 dB quieter than the loud ones.
-        bandwidth: kHz; the middle of the highest band of 250 Hz in which speech is heard, 0 where there is none. It is
-            always below half the sampling rate.
+        loudness: the RMS level in dB relative to full scale.
+        speech_level: the RMS level of the frames that are not silent, in dB relative to full scale.
+        peak: the level of the loudest sample in dB relative to full scale.
+        clipped: the share of samples at full scale.
+        silence: the share of frames that are 40 dB quieter than the loud frames.
+        bandwidth: the centre of the highest 250 Hz band with speech, in kHz; 0 without speech. It is always below half
+            the sampling rate.
     """
 
     loudness: float
@@ -53,16 +53,16 @@ class Sound(NamedTuple):
     bandwidth: float
 
     def pack(self) -> str:
-        """Return the measures as 16 characters, in small steps; lines of manifests keep their lengths by that."""
+        """Return the quantised measures as 16 characters, so that lines of manifests keep their lengths."""
         steps = (value * step for value, step in zip(self, _STEPS, strict=True))
         return base64.b64encode(_PACKED.pack(*(round(max(-32768, min(32767, number))) for number in steps))).decode()
 
     @classmethod
     def unpack(cls, text: str) -> "Sound":
-        """Return the measures that ``pack`` has made a text of.
+        """Return the measures from a result of ``pack``.
 
         Raises:
-            UnitFailed: it has not.
+            UnitFailed: the text is no such result.
         """
         try:
             numbers = _PACKED.unpack(base64.b64decode(text))
@@ -79,14 +79,14 @@ def measure_sound(samples: np.ndarray, sampling_rate: int) -> Sound:
     """
     peak = max(float(samples.max(initial=0.0)), -float(samples.min(initial=0.0)))
     clipped = np.count_nonzero(np.abs(samples) >= _FULL_SCALE) if peak >= _FULL_SCALE else 0
-    if peak > _HIGHEST:  # floats may have any size, and their squares are to be finite
+    if peak > _HIGHEST:  # the squares of huge floats would be infinite
         samples = samples.clip(-_HIGHEST, _HIGHEST)
     size = _FRAME_SAMPLES * max(1, round(sampling_rate / 1000))
     whole = samples if len(samples) >= size else np.pad(samples, (0, size - len(samples)))
     frames = whole[: len(whole) // size * size].reshape(-1, size).astype(np.float32, copy=False)
     energy = np.einsum("ij,ij->i", frames, frames) / size
     levels = _db(energy)
-    # Of the frames, 95 % are as loud at most.
+    # The 95th percentile is the level of the loud frames.
     top = float(np.sort(levels)[math.ceil(0.95 * len(levels)) - 1])
     silent = levels < max(top - _SILENCE_DB, _FLOOR_DB + 1)
     power = float(np.dot(samples, samples)) / max(1, len(samples))
@@ -117,7 +117,7 @@ def _spread(chosen: np.ndarray, most: int) -> np.ndarray:
 
 
 def _band_levels(frames: np.ndarray, sampling_rate: int) -> np.ndarray:
-    """Return the mean levels in dB of the bands below half the sampling rate."""
+    """Return the mean level in dB of each band below half the sampling rate."""
     size = frames.shape[1]
     spectrum = np.fft.rfft(frames * _window(size), axis=1)
     power = (spectrum.real**2 + spectrum.imag**2).mean(axis=0)

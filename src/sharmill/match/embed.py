@@ -11,7 +11,7 @@ import xxhash
 
 from sharmill.audio.decoder import to_float
 from sharmill.audio.resample import Resampling, resample
-from sharmill.audio.segments import FileCopy, SegmentAudio, SegmentMaker, SegmentReader, SegmentsOnce, Together
+from sharmill.audio.segments import FileCopy, RecordingSegments, SegmentAudio, SegmentMaker, SegmentReader, SegmentsOnce
 from sharmill.engine.delays import add_delay, spent_on
 from sharmill.engine.feeders import BATCHES_AHEAD, Feed, Feeders
 from sharmill.errors import RejectRecord
@@ -58,7 +58,7 @@ class PendingSegments:
     items: Sequence[Segment]
     batches: list[list[int]]
     once: SegmentsOnce[np.ndarray, tuple[str, int, AudioNotes]]
-    feed: Feed[Together, Any]
+    feed: Feed[RecordingSegments, Any]
 
 
 @dataclass(frozen=True)

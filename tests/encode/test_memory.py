@@ -92,9 +92,9 @@ def test_a_segment_alone_in_a_batch_is_not_told_to_use_smaller_ones(make_config)
     (failure,) = encode(
         make_config(*[0.4] * 5, 4.0), SmallDevice(40000), unit_seconds=4.0, batch_seconds=10.0
     ).failures.values()
-    assert "a segment, of 4 s," in failure.message
+    assert "a segment of 4 s " in failure.message
     assert (
-        "with more memory, of the same kind; or keep segments so long out with prepare.max_duration" in failure.message
+        "of the same kind with more memory; or exclude such long segments with prepare.max_duration" in failure.message
     )
     assert "lower encode" not in failure.message
 

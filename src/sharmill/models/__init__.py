@@ -1,16 +1,15 @@
-"""Speaker encoders and codecs behind two protocols, found and loaded by name, or by what a dataset records of them.
+"""Speaker encoders and codecs: two protocols, and functions that find and load models by name or by dataset record.
 
-Importing this package, and finding a model, imports neither torch nor NeMo nor transformers; that happens when a model
-is loaded or checked. Decoding, resampling and the batching over a unit are the callers'; a backend gets float32 audio
-at its own sampling rate, and its results do not depend on what else is in the batch (beyond the noise of float
-arithmetic).
+Importing this package and finding a model imports neither torch nor NeMo nor transformers; loading or checking a model
+does. Callers decode, resample and batch the audio of a unit. A backend gets float32 audio at its own sampling rate.
+Apart from the noise of float arithmetic, its results do not depend on the other items in the batch.
 
 >>> find_codec("builtin").identity()["backend"]
 'builtin'
 
-A family of models is a class derived from ``ModelFamily``: sharmill's own are in ``sharmill.registry``; another package
-adds one by an entry point in the group ``sharmill.encoders`` or ``sharmill.codecs``, or a configuration names it as
-``python:package.module:Class``.
+A family of models is a class derived from ``ModelFamily``. sharmill's own are listed in ``sharmill.registry``. Another
+package adds one by an entry point in the group ``sharmill.encoders`` or ``sharmill.codecs``, or a configuration refers
+to it as ``python:package.module:Class``.
 """
 
 from __future__ import annotations
@@ -55,12 +54,12 @@ __all__ = [
 
 @runtime_checkable
 class SpeakerEncoder(Protocol):
-    """A model that turns utterances into vectors whose cosine similarity says how alike the voices are.
+    """A model that turns utterances into vectors whose cosine similarity measures the similarity of the voices.
 
     Attributes:
-        sampling_rate: rate of the audio that ``embed`` expects, in Hz.
-        embedding_size: number of values in an embedding.
-        checksum: xxh3 (hex) over the model's parameters and saved buffers, in the order of their names.
+        sampling_rate: the rate of the audio that ``embed`` expects, in Hz.
+        embedding_size: the number of values in an embedding.
+        checksum: the xxh3 (hex) of the parameters and saved buffers, in the order of their names.
     """
 
     sampling_rate: int
@@ -71,16 +70,15 @@ class SpeakerEncoder(Protocol):
         """Embed a batch of utterances.
 
         Args:
-            audio: (batch, samples) float32; what lies beyond an item's ``num_samples`` is ignored.
+            audio: (batch, samples) float32; samples beyond an item's ``num_samples`` are ignored.
             num_samples: (batch,) int64, the length of each item in samples.
 
         Returns:
-            (batch, embedding_size) float32, on the CPU or on the model's device. Every row has length 1, except that
-            digital silence (all samples zero) has no voice and gives the zero vector: its similarity to everything,
-            itself included, is 0.
+            (batch, embedding_size) float32, on the CPU or on the model's device. Every row has length 1, except for
+            digital silence (all samples zero): it gives the zero vector, whose similarity to everything is 0.
 
         Raises:
-            ValueError: for shapes that do not fit together.
+            ValueError: the shapes do not fit together.
         """
 
 
@@ -89,14 +87,14 @@ class Codec(Protocol):
     """A model that turns audio into discrete codes.
 
     Attributes:
-        sampling_rate: rate of the audio that ``encode`` expects, in Hz.
-        samples_per_frame: samples of audio in one frame of codes.
-        num_codebooks: number of codes per frame.
-        codebook_size: every code is in ``range(codebook_size)``.
-        checksum: xxh3 (hex) over the parameters and saved buffers, in the order of their names.
-        trained: False for a model whose codes mean nothing.
+        sampling_rate: the rate of the audio that ``encode`` expects, in Hz.
+        samples_per_frame: the number of samples of audio in one frame of codes.
+        num_codebooks: the number of codes per frame.
+        codebook_size: the number of values of a code; every code is in ``range(codebook_size)``.
+        checksum: the xxh3 (hex) of the parameters and saved buffers, in the order of their names.
+        trained: False for a model whose codes are meaningless.
         equal_lengths_only: True if padding on the right changes an item's codes. The backend then encodes only items
-            with the same number of frames together, so that a caller who batches them by it loses no speed.
+            with equal numbers of frames together. It is fastest if the caller batches such items.
     """
 
     sampling_rate: int
@@ -110,21 +108,21 @@ class Codec(Protocol):
     def encode(self, audio: Tensor, num_samples: Tensor) -> Tensor:
         """Encode a batch of segments.
 
-        An item of n samples has exactly ``ceil(n / samples_per_frame)`` frames: its last frame is filled up with
-        zeros before the model sees it.
+        An item of n samples has exactly ``ceil(n / samples_per_frame)`` frames; the last frame is padded with zeros
+        before encoding.
 
         Args:
-            audio: (batch, samples) float32; what lies beyond an item's ``num_samples`` is ignored.
+            audio: (batch, samples) float32; samples beyond an item's ``num_samples`` are ignored.
             num_samples: (batch,) int64, the length of each item in samples.
 
         Returns:
             (batch, num_codebooks, max_frames) int64 on the CPU, 0 beyond an item's last frame.
 
         Raises:
-            ValueError: for shapes that do not fit together.
-            FatalError: the model gives another number of frames.
-            UnitFailed: it gives an index outside its codebook, or values that are not finite. After either, with the
-                code ``bad_codes``, the segments are encoded one by one, and those that fail again get no codes.
+            ValueError: the shapes do not fit together.
+            FatalError: the model returns another number of frames.
+            UnitFailed: the model returns an index outside its codebook, or values that are not finite. If the code is
+                ``bad_codes``, the segments are encoded again one by one, and a segment that fails again gets no codes.
         """
 
 
@@ -133,38 +131,38 @@ class DecodingCodec(Codec, Protocol):
     """A codec that also turns codes into audio.
 
     Attributes:
-        decoded_sampling_rate: rate of the audio that ``decode`` gives, in Hz; None if this model cannot decode.
+        decoded_sampling_rate: the rate of the audio that ``decode`` returns, in Hz; None if the model cannot decode.
     """
 
     decoded_sampling_rate: int | None
 
     def decode(self, codes: Tensor, num_frames: Tensor) -> Tensor:
-        """Turn codes into audio. Each item is decoded alone, so that it does not depend on its batch.
+        """Turn codes into audio. Each item is decoded alone, so the result does not depend on its batch.
 
         Args:
-            codes: (batch, num_codebooks, frames) integers; what lies beyond an item's ``num_frames`` is ignored.
+            codes: (batch, num_codebooks, frames) integers; frames beyond an item's ``num_frames`` are ignored.
             num_frames: (batch,) int64, the length of each item in frames.
 
         Returns:
             (batch, samples) float32 on the CPU, at ``decoded_sampling_rate``; 0 beyond an item's last frame.
 
         Raises:
-            ValueError: for shapes that do not fit together, or codes outside the codebook.
-            ConfigError: if this model cannot decode.
+            ValueError: the shapes do not fit together, or codes lie outside the codebook.
+            ConfigError: the model cannot decode.
         """
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelFamily(ABC):
-    """A family of codecs or of speaker encoders; an object of the class is one of its models, not loaded yet.
+    """A family of codecs or speaker encoders; an instance is one of its models, which is not loaded yet.
 
-    A family is a frozen, keyword-only dataclass derived from this one. Its fields are its options: a configuration
-    gives them beside the name of the model. What the output does not depend on is a field with ``compare=False``.
+    A family is a frozen, keyword-only dataclass derived from this one. Its fields are options, which a configuration
+    sets beside the name of the model. An option that does not affect the output is a field with ``compare=False``.
 
     Args:
-        name: the model as a configuration names it, ``family`` or ``family:target``.
-        target: what follows the family and a colon in the name; "" if nothing does.
-        version: of the package that brings the family, or the checksum of its file; "" for sharmill's own.
+        name: the model as named in the configuration, ``family`` or ``family:target``.
+        target: the part of the name after the colon; "" without a colon.
+        version: the version of the package with the family, or the checksum of its file; "" for sharmill's own.
     """
 
     name: str
@@ -172,37 +170,37 @@ class ModelFamily(ABC):
     version: str = ""
 
     packages: ClassVar[tuple[str, ...]] = ()
-    """Packages that its models are computed with beside torch, by the names that pip has."""
+    """Names on PyPI of the packages, besides torch, that compute its models."""
     modules: ClassVar[tuple[str, ...]] = ()
-    """Modules that ``load`` imports, and that take the most time to import: the ranks of a machine import them once."""
+    """Modules with slow imports that ``load`` needs; the ranks of a machine import them only once."""
     takes_target: ClassVar[bool] = True
-    """False for a family of one model, whose name has no target."""
-    strangers: ClassVar[tuple[tuple[float, float], ...]] = ()
-    """Of speaker encoders: similarities of two utterances of different speakers, in increasing order, each with the
-    share of pairs that are less similar; empty if none were measured."""
+    """False for a family with a single model, whose name has no target."""
+    cross_speaker_similarities: ClassVar[tuple[tuple[float, float], ...]] = ()
+    """For speaker encoders: similarities of utterances of different speakers, in increasing order, each with the share
+    of pairs that are less similar; empty if not measured."""
 
     @property
     def min_similarity(self) -> float | None:
-        """The least similarity of two utterances that a speaker encoder takes for one voice; None if none is known.
+        """Minimum similarity at which a speaker encoder considers two utterances one voice; None if unknown.
 
-        Similarities of two encoders cannot be compared, so that each needs a number of its own.
+        Similarities of different encoders are not comparable, so each needs its own number.
         """
         return None
 
     @classmethod
     def options(cls) -> dict[str, Any]:
-        """Return the types of the options by their names."""
+        """Return the type of each option by its name."""
         hints, own = typing.get_type_hints(cls), {field.name for field in dataclasses.fields(ModelFamily)}
         return {field.name: hints[field.name] for field in dataclasses.fields(cls) if field.name not in own}
 
     def resolve(self) -> Path | None:
-        """Return the file or directory that the target is; None for a name, which is looked up elsewhere.
+        """Return the path of the target if it is a file or directory; None for a name to be looked up elsewhere.
 
         Raises:
-            ConfigError: the model cannot be loaded, for a reason that can be seen without loading it.
+            ConfigError: the model cannot be loaded, for a reason that shows without loading it.
         """
         if self.target and not self.takes_target:
-            raise ConfigError(f"'{self.name}' has too much: write {Registry.split(self.name)[0]}", code="bad_model")
+            raise ConfigError(f"'{self.name}' takes no target: write {Registry.split(self.name)[0]}", code="bad_model")
         for package in self.packages:
             try:
                 importlib.metadata.version(package)
@@ -214,17 +212,17 @@ class ModelFamily(ABC):
         return path if self.target and path.exists() else None
 
     def check(self) -> None:
-        """Raise ConfigError, within seconds, unless the model is on this machine or can be fetched.
+        """Raise ConfigError, within seconds, unless the model is on this machine or can be downloaded.
 
-        It is called before a stage that loads the model, and may import the packages.
+        This is called before a stage that loads the model, and may import the packages of the family.
         """
         self.resolve()
 
     def identity(self) -> dict[str, Any]:
-        """Return what tells the model from others, as JSON values: names, options, checksum of a local file.
+        """Return the facts that distinguish the model, as JSON values: names, options, checksum of a local file.
 
         Raises:
-            ConfigError: as of ``resolve``.
+            ConfigError: as ``resolve``.
         """
         path = self.resolve()
         found: dict[str, Any] = {"backend": Registry.split(self.name)[0], "name": self.name}
@@ -236,7 +234,7 @@ class ModelFamily(ABC):
 
     @property
     def published_name(self) -> str:
-        """The name without the folders of this machine, for what is published."""
+        """The name without folders of this machine, for publication."""
         path = Path(self.target).expanduser()
         return f"{Registry.split(self.name)[0]}:{path.name}" if self.target and path.exists() else self.name
 
@@ -245,15 +243,15 @@ class ModelFamily(ABC):
         """Return the model on a torch device: a ``Codec`` or a ``SpeakerEncoder``.
 
         Raises:
-            ConfigError: the model, its file or the installation is wrong; one line that says what to do.
+            ConfigError: the model, its file or the installation is wrong; one line with the remedy.
         """
 
 
 def find_speaker_encoder(name: str, **options: Any) -> ModelFamily:
-    """Return a speaker encoder, not loaded, by its name and options of its family.
+    """Find a speaker encoder by its name and the options of its family, without loading it.
 
     Raises:
-        ConfigError: there is no such family, or it has no such option.
+        ConfigError: the family or one of the options does not exist.
 
     >>> find_speaker_encoder("nemo:titanet_large").min_similarity
     0.6
@@ -262,10 +260,10 @@ def find_speaker_encoder(name: str, **options: Any) -> ModelFamily:
 
 
 def find_codec(name: str, **options: Any) -> ModelFamily:
-    """Return a codec, not loaded, by its name and options of its family.
+    """Find a codec by its name and the options of its family, without loading it.
 
     Raises:
-        ConfigError: there is no such family, or it has no such option.
+        ConfigError: the family or one of the options does not exist.
 
     >>> find_codec("nemo:nvidia/low-frame-rate-speech-codec-22khz").published_name
     'nemo:nvidia/low-frame-rate-speech-codec-22khz'
@@ -279,15 +277,15 @@ def load_speaker_encoder(
     """Load a speaker encoder.
 
     Args:
-        name: ``resemblyzer``, ``nemo:titanet_large`` (any pretrained name), ``nemo:/path/model.nemo``, or one of
-            another package.
-        device: torch device to run it on.
-        precision: arithmetic of its function.
-        options: those of its family, such as ``allow_targets`` of NeMo's.
+        name: ``resemblyzer``, ``nemo:titanet_large`` (any pretrained name), ``nemo:/path/model.nemo``, or an encoder
+            of another package.
+        device: the torch device of the model.
+        precision: the arithmetic in which it computes.
+        options: options of its family, such as ``allow_targets`` for NeMo.
 
     Raises:
-        ConfigError: if the name, the file or the installation is wrong, or the device does not have the precision; one
-            line that says what to do.
+        ConfigError: the name, the file or the installation is wrong, or the device does not support the precision; one
+            line with the remedy.
 
     >>> load_speaker_encoder("resemblyzer").embedding_size
     256
@@ -300,14 +298,14 @@ def load_codec(name: str, device: str = "cpu", *, precision: Precision = "fp32",
 
     Args:
         name: ``builtin``, ``nemo:<pretrained name or .nemo file>``, ``transformers:<directory or hub name>``,
-            or one of another package.
-        device: torch device to run it on.
-        precision: arithmetic of its function.
-        options: those of its family, such as ``allow_targets`` of NeMo's.
+            or a codec of another package.
+        device: the torch device of the model.
+        precision: the arithmetic in which it computes.
+        options: options of its family, such as ``allow_targets`` for NeMo.
 
     Raises:
-        ConfigError: if the name, the file or the installation is wrong, or the device does not have the precision; one
-            line that says what to do; also unless 1, 2 and 5 frames of audio give as many frames of valid codes.
+        ConfigError: the name, the file or the installation is wrong, the device does not support the precision, or 1, 2
+            and 5 frames of audio do not give as many frames of valid codes; one line with the remedy.
 
     >>> load_codec("builtin").samples_per_frame
     640
@@ -320,27 +318,28 @@ def load_codec(name: str, device: str = "cpu", *, precision: Precision = "fp32",
         try:
             codes = codec.encode(torch.zeros(1, samples), torch.tensor([samples]))
         except (FatalError, UnitFailed) as error:
-            # Other frames are the model's fault; other values may be that of the device.
+            # A wrong number of frames is the fault of the model; wrong values may be the fault of the device.
             code = "bad_model" if isinstance(error, FatalError) else error.code
             raise ConfigError(f"{error}; use another codec", code=code) from error
         is_as_long = tuple(codes.shape) == (1, codec.num_codebooks, num_frames)
         if not (is_as_long and 0 <= int(codes.min()) <= int(codes.max()) < codec.codebook_size):
             problem = "outside its codebook" if is_as_long else f"of shape {tuple(codes.shape)} for {num_frames} frames"
-            raise ConfigError(f"codec {name} gave codes {problem}; use another codec", code="bad_model")
+            raise ConfigError(f"codec {name} returned codes {problem}; use another codec", code="bad_model")
     return codec
 
 
 def find_recorded_codec(
     record: CodecRecord, given: str | None, options: Mapping[str, Any] | None = None
 ) -> ModelFamily:
-    """Return the codec that made the codes of a dataset, not loaded.
+    """Find the codec that made the codes of a dataset, without loading it.
 
-    A dataset is data of others: what it names is not loaded because it says so. The codec that comes with sharmill is
-    an exception, for any other the user names the model.
+    A dataset is untrusted, so a model is not loaded only because a dataset names it. The user must name the model,
+    unless it is the codec that comes with sharmill.
 
     Args:
-        given: the model that the user names for it; None for one of sharmill's own.
-        options: of its family.
+        record: the record of the codec in the dataset.
+        given: the model that the user names; None for sharmill's own codec.
+        options: options of its family.
 
     Raises:
         ConfigError: the user names none, and the dataset one that is not sharmill's own, or that was removed; or it can
@@ -349,12 +348,12 @@ def find_recorded_codec(
     hint = f"(say where it is with --codec-model {record.name}=MODEL)"
     if given is None and record.model == "untrained":
         raise ConfigError(
-            f"the codes called {record.name!r} are of an untrained codec, which was removed: encode with builtin",
+            f"the codes {record.name!r} were made by an untrained codec, which was removed: encode with builtin",
             code="bad_codec",
         )
     if given is None and record.model != "builtin":
         raise ConfigError(
-            f"the dataset names the model {record.model}, which is not loaded because a dataset says so {hint}",
+            f"the dataset names the model {record.model}, and models are not loaded on the word of a dataset {hint}",
             code="untrusted_model",
         )
     try:
@@ -372,26 +371,27 @@ def load_recorded_codec(
     """Load the codec that made the codes of a dataset.
 
     Args:
-        given: as of ``find_recorded_codec``.
-        options: of its family.
-        precision: arithmetic of its encoding.
+        record: the record of the codec in the dataset.
+        given: as for ``find_recorded_codec``.
+        options: options of its family.
+        precision: the arithmetic in which it encodes.
 
     Raises:
-        ConfigError: as of ``find_recorded_codec``, or it is another model than the one that the dataset records.
+        ConfigError: as ``find_recorded_codec``; also if the model differs from the record.
     """
     find_recorded_codec(record, given, options)
     name = given or record.model
     codec = load_codec(name, precision=precision, **(options or {}))
     if codec.checksum != record.checksum:
         raise ConfigError(
-            f"{name} has the checksum {codec.checksum}, but the codes called {record.name!r} are of a model with "
-            f"{record.checksum}: name that one with --codec-model {record.name}=MODEL",
+            f"{name} has the checksum {codec.checksum}, but the codes {record.name!r} were made by a model with "
+            f"{record.checksum}: give that model with --codec-model {record.name}=MODEL",
             code="bad_codec",
         )
     for fact in ("sampling_rate", "samples_per_frame", "num_codebooks", "codebook_size"):
         if (made := getattr(codec, fact)) != getattr(record, fact):
             raise ConfigError(
-                f"dataset.json says {fact} {getattr(record, fact)} of the codec {record.name!r}, but the model has "
+                f"dataset.json states {fact} {getattr(record, fact)} for the codec {record.name!r}, but the model has "
                 f"{made}: dataset.json is damaged",
                 code="bad_codec",
             )
@@ -402,7 +402,7 @@ def _load_model(
     registry: Registry, name: str, device: str, precision: Precision, options: Mapping[str, Any], protocol: type,
     method: str,
 ) -> Any:  # fmt: skip
-    """Load a model whose ``method`` computes with a precision; raise ConfigError if it lacks a part of its protocol."""
+    """Load a model and set the precision of its ``method``; raise ConfigError if it lacks a part of its protocol."""
     model = _find_model(registry, name, options).load(device)
     if missing := [part for part in (*protocol.__annotations__, method) if not hasattr(model, part)]:
         raise ConfigError(f"the {registry.kind} {name!r} has no {' and no '.join(missing)}", code="bad_plugin")
@@ -412,10 +412,10 @@ def _load_model(
 
 
 def _find_model(registry: Registry, name: str, options: Mapping[str, Any]) -> ModelFamily:
-    """Return a model by its name, with options of its family.
+    """Find a model by its name and the options of its family.
 
     Raises:
-        ConfigError: there is no such family, it cannot be imported, or it has no such option or value of one.
+        ConfigError: the family does not exist or cannot be imported, or an option or its value is invalid.
     """
     implementation, target = registry.split(name)
     family = registry.load(implementation)
@@ -438,9 +438,9 @@ def _find_model(registry: Registry, name: str, options: Mapping[str, Any]) -> Mo
 
 
 def _checksum_of(path: Path) -> str:
-    """Return the xxh3 of a file's bytes, or of the names, sizes and bytes of a directory's files but hidden ones.
+    """Return the xxh3 of a file, or of the names, sizes and bytes of all files in a directory that are not hidden.
 
-    Download tools keep their own notes, with times in them, in hidden folders beside the model.
+    Download tools keep notes with times in hidden folders beside the model.
     """
     if not path.is_dir():
         return checksum(path)

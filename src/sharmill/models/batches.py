@@ -1,12 +1,12 @@
-"""Batches of a model: which items share one, of what shape it is, and long segments in pieces.
+"""Batches of a model: their items and shapes, and the division of long segments into pieces.
 
-Shapes and padding follow from the lengths, the configuration and the kind of device alone. A codec's batch is planned
-in frames. Canonical batches have a few lengths and one size for each, whatever is in them, so that an item meets the
-same arithmetic beside any neighbours.
+Shapes and padding depend only on the lengths, the configuration and the kind of device. Batches for a codec are planned
+in frames. Canonical batches have only a few lengths, and one number of rows for each length. The arithmetic for an item
+then does not depend on the other items in the batch.
 
-Pieces are for codecs whose codes depend on a bounded stretch of the audio around them: each has as much audio on both
-sides of its own frames as their codes depend on, so that in exact arithmetic the codes are those of the whole. Where a
-segment is cut follows from its length and the codec alone.
+Long segments are divided for codecs whose codes depend on a bounded stretch of audio. Each piece includes this stretch
+on both sides of its own frames, so that in exact arithmetic the codes equal those of the undivided segment. The cuts
+depend only on the length of the segment and the codec.
 """
 
 from __future__ import annotations
@@ -28,17 +28,19 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# Lengths between a power of two and the next. Rounding up to one of them pads by 1 / 45 on average.
+# Canonical lengths between a power of two and the next. Rounding up to them adds 1 / 45 of padding on average.
 _LENGTHS_PER_OCTAVE: Final = 16
-# A segment that is longer is cut. As much as a batch has by default, and more than most utterances have.
+# Longer segments are divided. This is the default size of a batch, and longer than most utterances.
 PIECE_SECONDS: Final = 20.0
 
 
 def padded_batches(lengths: Sequence[float], max_padded: float, *, equal_below: float = 0.0) -> list[list[int]]:
-    """Return the indices of the items in batches, sorted by length, so that little is padded.
+    """Group items of similar length into batches, and return the indices of each batch.
 
-    A batch's number of items times its longest is at most ``max_padded``; an item that is longer is alone.
-    Items shorter than ``equal_below`` share a batch with others of their own length only.
+    Args:
+        lengths: the lengths of the items.
+        max_padded: limit for the number of items times the greatest length; a longer item is a batch by itself.
+        equal_below: items shorter than this are only grouped with items of equal length.
     """
     batches: list[list[int]] = []
     longest = 0.0
@@ -58,9 +60,9 @@ def pad(
     """Return arrays (samples,) as one zero-padded float32 tensor (batch, samples), and their lengths (items,).
 
     Args:
-        items: float32, or int16 of which 32768 is full scale.
-        at_least: rows and samples of a larger batch.
-        pinned: for a model on a GPU: its copies need not wait then, and torch uses such memory again.
+        items: float32 arrays, or int16 with a full scale of 32768.
+        at_least: the minimum numbers of rows and samples.
+        pinned: use pinned memory, from which copies to a GPU are asynchronous; torch reuses such memory.
     """
     import torch
 
@@ -79,13 +81,13 @@ def pad(
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """The items of a batch by their indices, and its shape.
+    """The items and the shape of a batch.
 
     Args:
-        items: their indices.
-        num_frames: frames of each row.
-        num_rows: those beyond the items are silence.
-        as_one_length: True if every row counts as ``num_frames`` long, with silence behind what is shorter.
+        items: the indices of the items.
+        num_frames: the number of frames of each row.
+        num_rows: the number of rows; rows beyond the items are silence.
+        as_one_length: True if the length of every row is ``num_frames``, with silence after shorter items.
     """
 
     items: list[int]
@@ -96,9 +98,12 @@ class Batch:
     def fill(
         self, samples: Sequence[np.ndarray], samples_per_frame: int, *, pinned: bool = False
     ) -> tuple[Tensor, Tensor]:
-        """Return audio (rows, samples) float32 and the rows' lengths (rows,) int64 for the samples of the items.
+        """Return audio (rows, samples) float32 and the lengths of the rows (rows,) int64.
 
-        ``pinned`` as of ``pad``.
+        Args:
+            samples: the samples of each item.
+            samples_per_frame: the number of samples in a frame.
+            pinned: as for ``pad``.
         """
         audio, lengths = pad(samples, at_least=(self.num_rows, self.num_frames * samples_per_frame), pinned=pinned)
         if self.as_one_length:
@@ -109,13 +114,15 @@ class Batch:
 def plan_batches(
     frames: Sequence[int], batch_seconds: float, codec: Codec, device: str, *, canonical: bool = False
 ) -> list[Batch]:
-    """Return the batches of items with these numbers of frames, the longest first.
+    """Plan batches for items with these numbers of frames, the longest first.
 
     Args:
-        batch_seconds: audio in one batch, padding included, before the limit of the kind of device.
+        frames: the number of frames of each item.
+        batch_seconds: seconds of audio in a batch, padding included; the kind of device may limit it further.
+        codec: the codec.
         device: ``cpu`` or ``cuda``.
-        canonical: give every item its canonical length, in a batch of as many rows as such lengths fit in one. On a CPU
-            that is one row: there, items one by one take no longer, and no row is silence.
+        canonical: give every item its canonical length, and every batch as many rows as fit. On a CPU that is one row:
+            there, encoding items one by one takes no longer, and needs no silent rows.
     """
     max_frames = fit_batch_seconds(batch_seconds, device) * codec.sampling_rate / codec.samples_per_frame
     if canonical:
@@ -127,9 +134,9 @@ def plan_batches(
 
 
 def canonical_batches(frames: Sequence[int], max_frames: float, *, equal_only: bool) -> list[Batch]:
-    """Return batches in which an item's row has the same shape and as many rows beside it whatever the others are.
+    """Return batches whose shapes depend only on the canonical lengths of their items.
 
-    With ``equal_only``, for codecs whose codes depend on padding, an item has its own length and is alone.
+    With ``equal_only``, for codecs whose codes depend on padding, each item keeps its length and is a batch by itself.
     """
     lengths = [length if equal_only else canonical_length(length) for length in frames]
     most = 0.0 if equal_only else max_frames
@@ -140,7 +147,7 @@ def canonical_batches(frames: Sequence[int], max_frames: float, *, equal_only: b
 
 
 def canonical_length(num_frames: int) -> int:
-    """Return the least canonical length that is not less: one of 16 between a power of two and the next.
+    """Round up to a canonical length: one of 16 between a power of two and the next.
 
     >>> [canonical_length(n) for n in (7, 31, 33, 100, 1000)]
     [7, 31, 34, 100, 1024]
@@ -150,7 +157,7 @@ def canonical_length(num_frames: int) -> int:
 
 
 def log_padding(stats: Sequence[Mapping[str, Any]], done: str) -> None:
-    """Log the padding of all units, whose commits have ``padded_seconds`` and, as ``done``, ``embedded_seconds``."""
+    """Log the padding of all units, by the statistics ``padded_seconds`` and, for example, ``embedded_seconds``."""
     seconds, padded = (sum(one[f"{name}_seconds"] for one in stats) for name in (done, "padded"))
     share = 100 * (1 - seconds / padded) if padded else 0.0
     log.info("%.1f s of audio %s, %.2f %% of the batches is padding", seconds, done, share)
@@ -161,9 +168,9 @@ class Pieces:
     """The division of long segments for a codec.
 
     Args:
-        length: frames of a piece. All pieces of a segment have this length, so that they share a batch in any codec.
-        before: frames before a frame that its codes depend on.
-        after: frames behind it that they depend on.
+        length: the number of frames in a piece, which is equal for all pieces, so that any codec can batch them.
+        before: the number of preceding frames on which the codes of a frame depend.
+        after: the number of following frames on which they depend.
     """
 
     length: int
@@ -171,9 +178,9 @@ class Pieces:
     after: int
 
     def divide(self, num_frames: int) -> list[tuple[int, slice]]:
-        """Return the pieces of a segment that is longer than one: first frame, and which frames of it are kept.
+        """Divide a segment longer than a piece; return the first frame of each piece and the slice of it to keep.
 
-        What is kept of them is the segment, in order.
+        The kept frames of all pieces, in order, make up the segment.
         """
         pieces: list[tuple[int, slice]] = []
         kept = 0
@@ -185,15 +192,17 @@ class Pieces:
         return pieces
 
     def rows(self, max_frames: float) -> int:
-        """Return how many pieces a batch of so many frames has; one at least."""
+        """Return the number of pieces in a batch of ``max_frames`` frames, at least one."""
         return max(1, int(max_frames // self.length))
 
     def encode(self, codec: Codec, samples: np.ndarray, max_frames: float, *, pinned: bool = False) -> np.ndarray:
-        """Return the codes (codebooks, frames) of a segment (samples,), made of its pieces in batches.
+        """Encode the pieces of a segment (samples,) in batches, and return its codes (codebooks, frames).
 
         Args:
-            max_frames: frames of a batch.
-            pinned: as of ``pad``.
+            codec: the codec.
+            samples: the samples of the segment.
+            max_frames: the number of frames in a batch.
+            pinned: as for ``pad``.
         """
         size = codec.samples_per_frame
         pieces = self.divide(-(-len(samples) // size))
@@ -209,7 +218,7 @@ class Pieces:
 
 
 def find_pieces(codec: Codec, seconds: float = PIECE_SECONDS) -> Pieces | None:
-    """Return how a codec's long segments can be divided; None where its codes may depend on more than a piece."""
+    """Return the division of long segments for a codec; None if codes may depend on more audio than a piece has."""
     reach = getattr(codec, "find_reach", lambda: None)()
     if reach is None:
         return None

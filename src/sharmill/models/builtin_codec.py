@@ -1,7 +1,7 @@
-"""The codec that ships with the project, in plain torch.
+"""The codec that comes with sharmill, in plain torch.
 
-It is a NeMo AudioCodecModel. Importing NeMo opens some ten thousand files, which every rank would do at its start: so
-the encoder and the quantizer are written here, with NeMo's arithmetic, and NeMo is loaded only for decoding.
+It is a NeMo AudioCodecModel. Importing NeMo opens about ten thousand files, which every rank would do when it starts.
+Encoder and quantizer are therefore implemented here with NeMo's arithmetic, and NeMo is loaded only for decoding.
 """
 
 import io
@@ -22,12 +22,12 @@ from sharmill.models.codec_backend import CodecBackend, CodecSpec
 from sharmill.models.nemo_models import ENCODING_PARTS
 from sharmill.models.tensors import find_reach, weights_checksum
 
-# NeMo's, against values between two levels.
+# NeMo's margin, which keeps values off the boundary between two levels.
 _LEVEL_MARGIN: Final = 1e-3
 
 
 class _CausalConv(nn.Module):
-    """Convolution that sees nothing of what comes later."""
+    """A convolution that depends only on the past."""
 
     def __init__(self, inputs: int, outputs: int, kernel_size: int, stride: int = 1) -> None:
         super().__init__()
@@ -41,11 +41,11 @@ class _CausalConv(nn.Module):
 def _make_encoder(config: dict[str, Any], weights: dict[str, Tensor]) -> nn.Sequential:
     """Return NeMo's CausalHiFiGANEncoder without residual blocks: (batch, 1, samples) to (batch, values, frames).
 
-    Since it is causal, what it makes of the padding behind an item never reaches the item's own frames.
+    Since it is causal, the padding after an item does not affect the item's own frames.
 
     Args:
-        config: its arguments.
-        weights: its tensors by NeMo's names.
+        config: the arguments of the encoder.
+        weights: the tensors by NeMo's names.
     """
     rates: list[int] = config["down_sample_rates"]
     channels = [config["base_channels"] << octave for octave in range(len(rates) + 1)]
@@ -64,30 +64,31 @@ def _make_encoder(config: dict[str, Any], weights: dict[str, Tensor]) -> nn.Sequ
 def _quantize(values: Tensor, levels: Tensor) -> Tensor:
     """Return the indices (batch, frames) of values (batch, dimensions, frames) in one codebook.
 
-    It is finite scalar quantization (Mentzer et al., https://arxiv.org/abs/2309.15505).
+    The method is finite scalar quantization (Mentzer et al., https://arxiv.org/abs/2309.15505).
 
     Args:
-        levels: (1, dimensions, 1) int32, the number of levels of each dimension.
+        values: the encoded values.
+        levels: (1, dimensions, 1) int32, the number of levels in each dimension.
     """
     scale = (levels - 1) / 2 * (1 - _LEVEL_MARGIN)
     offset = torch.where(levels % 2 == 0, 0.5, 0)
     rounded = torch.round(scale * (values + (offset / scale).tan()).tanh() - offset)
     half = levels // 2
     bases = levels.cumprod(1, dtype=torch.int32) // levels
-    # There and back again, as in NeMo, whose codes are the fractions.
+    # NeMo divides and multiplies by half too, since its codes are fractions; this keeps the rounding equal.
     return torch.sum((half * (rounded / half) + half) * bases, dim=1).to(torch.int32)
 
 
 class _BuiltinCodec(CodecBackend):
-    """The encoder and the quantizer of a NeMo AudioCodecModel, by its configuration and its weights.
+    """Encoder and quantizer of a NeMo AudioCodecModel, made from its configuration and weights.
 
-    ``decoding`` is the same model in NeMo's own form, which is loaded to decode.
+    ``decoding`` is the same model for NeMo, which loads it for decoding.
     """
 
     def __init__(self, config: dict[str, Any], weights: dict[str, Tensor], device: str, decoding: ModelFamily) -> None:
         self._decoding = decoding
         quantizer = config["vector_quantizer"]
-        # The first weights are drawn.
+        # Initial weights are random; the caller's random state must not change.
         with torch.random.fork_rng(devices=[]):
             encoder = _make_encoder(config["audio_encoder"], weights)
         self._encoder = encoder.eval().requires_grad_(False).to(device)
@@ -119,13 +120,13 @@ class _BuiltinCodec(CodecBackend):
 
 
 def load_builtin_codec(path: Path, device: str, decoding: ModelFamily) -> CodecBackend:
-    """Load the codec from its file; NeMo is needed only to decode, by ``decoding``, the same model in NeMo's form."""
+    """Load the codec from its file; only decoding needs NeMo, with ``decoding``, the same model for NeMo."""
     with tarfile.open(path) as archive:
         members = {member.name.removeprefix("./"): archive.extractfile(member) for member in archive}
         files = {name: stream.read() for name, stream in members.items() if stream is not None}
     config = yaml.safe_load(files["model_config.yaml"])
     stored = torch.load(io.BytesIO(files["model_weights.ckpt"]), map_location="cpu", weights_only=True)
     weights = {name: tensor for name, tensor in stored.items() if name.startswith(ENCODING_PARTS)}
-    # Stored with half the bits.
+    # The file stores them in half precision.
     weights |= {name: tensor.float() for name, tensor in weights.items() if tensor.is_floating_point()}
     return _BuiltinCodec(config, weights, device, decoding)

@@ -1,8 +1,8 @@
 """Limits on the content of checkpoints.
 
-A checkpoint's configuration names classes to make, and files to load. NeMo has a list of what it may name, but on it
-are functions and models that write files, remove folders or load code from a hub. Here are only the classes that speech
-codecs and speaker models are made of.
+The configuration in a checkpoint names classes to instantiate and files to load. NeMo has a list of allowed names, but
+that includes functions and models that write files, remove folders or load code from a hub. This module allows only the
+classes of speech codecs and speaker models.
 """
 
 import json
@@ -23,11 +23,11 @@ from sharmill.files.regular import open_regular
 
 _CONFIG: Final = "model_config.yaml"
 _WEIGHTS: Final = "model_weights.ckpt"
-# Weights hardly compress: what unpacks to much more than its file is no checkpoint, unless it is small.
+# Weights hardly compress, so an archive that unpacks to much more than its size is no checkpoint, unless it is small.
 _MAX_RATIO: Final = 4
 _FREE_BYTES: Final = 1 << 30
 _MAX_MEMBERS: Final = 10_000
-# Used in training alone: data, losses and further models of those who trained it.
+# Keys that only training uses: data, losses and auxiliary models.
 _TRAINING_ONLY: Final = re.compile(
     r"(train|val|validation|test|log)_\w+|\w+_ds|optim|spec_augment|discriminator|labels|exp_manager|trainer"
     r"|slm_\w+|use_slm_loss|use_scl_loss|mmd_(time_)?loss"
@@ -62,12 +62,12 @@ _CLASSES: Final = {
 }  # fmt: skip
 _ALLOWED: Final = frozenset(f"{module}.{name}" for module, names in _CLASSES.items() for name in names)
 _LAYER: Final = re.compile(r"torch\.nn\.[A-Z][A-Za-z0-9]*")
-# The spellings of Hydra, and of NeMo's older and newer configurations.
+# The spellings in Hydra, and in older and newer configurations of NeMo.
 _TARGET_KEYS: Final = ("_target_", "target", "cls")
-# Largest sizes of the matrices from spectra to bands, which are made outside of torch.
-_MOST_BANDS: Final = {"n_fft": 1 << 16, "features": 1 << 12, "n_mels": 1 << 12, "mel_dim": 1 << 12}
+# Maximum sizes of mel filter banks. They are made outside torch, where the limit on layers does not apply.
+_MAX_BANDS: Final = {"n_fft": 1 << 16, "features": 1 << 12, "n_mels": 1 << 12, "mel_dim": 1 << 12}
 _PATH: Final = re.compile(r"(nemo:)?([/~]|\.\.?/|.*(/\.\.|://))|.*\$\{", re.DOTALL)
-# Neither hidden, which checksums leave out, nor in another folder.
+# Not hidden, because checksums leave hidden files out, and not in another folder.
 _PLAIN_NAME: Final = re.compile(r"[^./\\][^/\\]*")
 TRANSFORMERS_TYPES: Final[tuple[str, ...]] = ("dac", "encodec", "mimi")
 _ADAPTER: Final = "adapter_config.json"
@@ -75,32 +75,32 @@ _MAX_CONFIG_BYTES: Final = 16 << 20
 
 
 def refuse_packed_weights(stream: IO[bytes], num_bytes: int, origin: str) -> None:
-    """Raise ConfigError where tensors in a file of torch's would take more memory than the file has bytes.
+    """Raise ConfigError if the tensors in a torch file would take more memory than the file has bytes.
 
-    Torch stores them as they are, in an archive that could have them compressed, or one over the other.
+    torch stores tensors uncompressed in a zip archive. A manipulated archive could compress them or let them overlap.
     """
     try:
         with zipfile.ZipFile(stream) as weights:
             unpacked = sum(info.file_size for info in weights.infolist())
     except (zipfile.BadZipFile, NotImplementedError):
-        return  # of an older form, or damaged, which torch says
+        return  # an older format, or damaged, which torch reports
     if unpacked > num_bytes:
         raise ConfigError(
-            f"{origin} is not loaded: its weights would unpack to {unpacked:,} bytes from {num_bytes:,}, and torch "
-            "itself packs none",
+            f"{origin} is not loaded: its weights would unpack from {num_bytes:,} to {unpacked:,} bytes, but torch "
+            "never compresses weights",
             code="untrusted_model",
         )
 
 
 def read_nemo_config(path: Path, allow_targets: Collection[str] = ()) -> dict[str, Any]:
-    """Return the configuration in a .nemo file, or in the folder of an unpacked one, without what only trains.
+    """Return the configuration in a .nemo file or in its unpacked folder, without keys for training.
 
     Args:
         path: the file or folder.
-        allow_targets: names of classes and functions, or other values, that are let through.
+        allow_targets: further values and keys that are allowed, such as names of classes.
 
     Raises:
-        ConfigError: it is no checkpoint, unpacks to too much, or its configuration has what is not let through.
+        ConfigError: the path is no checkpoint, its content is too large, or its configuration has forbidden values.
     """
     try:
         if path.is_dir():
@@ -112,7 +112,9 @@ def read_nemo_config(path: Path, allow_targets: Collection[str] = ()) -> dict[st
         else:
             config = _read_archive(path)
     except yaml.YAMLError as error:
-        raise ConfigError(f"{path}: its configuration is damaged, or more than values", code="bad_model") from error
+        raise ConfigError(
+            f"{path}: its configuration is damaged, or contains more than plain values", code="bad_model"
+        ) from error
     except (tarfile.TarError, zlib.error, lzma.LZMAError, EOFError, OSError, ValueError) as error:
         raise ConfigError(
             f"{path} is not a NeMo checkpoint, which is a tar archive: {one_line(error)}", code="bad_model"
@@ -120,13 +122,13 @@ def read_nemo_config(path: Path, allow_targets: Collection[str] = ()) -> dict[st
     if "model" in config:
         config = config["model"]
     if not isinstance(config, dict):
-        raise ConfigError(f"{path} is not a NeMo checkpoint: its configuration is no mapping", code="bad_model")
+        raise ConfigError(f"{path} is not a NeMo checkpoint: its configuration is not a mapping", code="bad_model")
     config = {key: value for key, value in config.items() if not _TRAINING_ONLY.fullmatch(str(key))}
     for key, value in _walk(config, ""):
         name = key.rpartition(".")[2]
-        if name not in allow_targets and str(value) not in allow_targets and (what := _refused(name, value)):
+        if name not in allow_targets and str(value) not in allow_targets and (what := _find_fault(name, value)):
             raise ConfigError(
-                f"{path} is not loaded, since {key} of its configuration is {str(value)[:200]!r}, {what}; "
+                f"{path} is not loaded, because {key} in its configuration is {str(value)[:200]!r}, {what}; "
                 "if you trust the model, add this value or key to allow_targets beside its name in the configuration",
                 code="untrusted_model",
             )
@@ -134,11 +136,11 @@ def read_nemo_config(path: Path, allow_targets: Collection[str] = ()) -> dict[st
 
 
 def _read_archive(path: Path) -> dict[Any, Any]:
-    """Return the configuration in an archive whose members are looked at without unpacking them.
+    """Return the configuration in an archive, and check the archive without unpacking it.
 
     Raises:
-        tarfile.TarError, zlib.error, lzma.LZMAError, EOFError, OSError, ValueError: it is no archive, or damaged.
-        ConfigError: it lacks something, or has too much.
+        tarfile.TarError, zlib.error, lzma.LZMAError, EOFError, OSError, ValueError: it is no archive, or is damaged.
+        ConfigError: a member is missing, or the content is too large.
     """
     config: dict[Any, Any] = {}
     missing, size = {_CONFIG, _WEIGHTS}, 0
@@ -148,7 +150,7 @@ def _read_archive(path: Path) -> dict[Any, Any]:
             size += member.size
             if size > limit or number >= _MAX_MEMBERS:
                 raise ConfigError(
-                    f"{path} would unpack to more than {limit >> 20:,} MiB or {_MAX_MEMBERS:,} files: it is not loaded",
+                    f"{path} is not loaded: it would unpack to more than {limit >> 20:,} MiB or {_MAX_MEMBERS:,} files",
                     code="untrusted_model",
                 )
             name = PurePosixPath(member.name).name
@@ -165,7 +167,7 @@ def _read_archive(path: Path) -> dict[Any, Any]:
 
 
 def _walk(value: Any, key: str) -> Iterator[tuple[str, Any]]:
-    """Yield the dotted key and the value of everything in a configuration but mappings and lists."""
+    """Yield the dotted key and the value of each leaf of a configuration; mappings and lists have a stand-in value."""
     if isinstance(value, (dict, list)):
         yield key, "" if value else None
         for name, child in value.items() if isinstance(value, dict) else enumerate(value):
@@ -174,33 +176,33 @@ def _walk(value: Any, key: str) -> Iterator[tuple[str, Any]]:
         yield key, value
 
 
-def _refused(name: str, value: Any) -> str | None:
-    """Describe what is wrong with a key, the last part of it, and its value."""
+def _find_fault(name: str, value: Any) -> str | None:
+    """Return why the value of a key, given by its last part, is forbidden; None if it is allowed."""
     if name == "_target_" or (name in _TARGET_KEYS and isinstance(value, str)):
         if str(value) not in _ALLOWED and not _LAYER.fullmatch(str(value)):
-            return "which is none of the classes that codecs and speaker models are made of"
+            return "which is not a known part of codecs and speaker models"
     elif value is None or value is False:
         return None
     elif name == "trust_remote_code" or name.startswith("init_from_"):
-        return "which loads more than the checkpoint"
+        return "which loads files beyond the checkpoint"
     elif isinstance(value, str) and (_PATH.match(value) or (name.endswith("_path") and value)):
-        return "which is outside the checkpoint"
-    elif isinstance(value, (int, float)) and value > _MOST_BANDS.get(name, value):
+        return "which lies outside the checkpoint"
+    elif isinstance(value, (int, float)) and value > _MAX_BANDS.get(name, value):
         return "more than any speech model has"
     return None
 
 
 def check_transformers_config(path: Path) -> None:
-    """Raise ConfigError unless a directory's config.json names a codec that is supported, and loads nothing else."""
-    problem = "it has an adapter_config.json, by which another model is loaded" if (path / _ADAPTER).exists() else None
+    """Raise ConfigError unless a directory's config.json describes a supported codec and loads nothing else."""
+    problem = "it has an adapter_config.json, which loads another model" if (path / _ADAPTER).exists() else None
     config = _read_json(path / "config.json")
     model_type = config.get("model_type") if isinstance(config, dict) else None
     if model_type not in TRANSFORMERS_TYPES:
         raise ConfigError(
-            f"{path} holds a model of type {model_type!r}: supported are {', '.join(TRANSFORMERS_TYPES)}",
+            f"{path} contains a model of type {model_type!r}: supported are {', '.join(TRANSFORMERS_TYPES)}",
             code="bad_model",
         )
-    if problem := problem or _refused_in(config):
+    if problem := problem or _find_external_file(config):
         raise ConfigError(f"{path} is not loaded: {problem}; remove that if you trust the rest", code="untrusted_model")
     named = [path / name for index in sorted(path.rglob("*.index.json")) for name in _indexed_weights(index)]
     for weights in sorted({*path.rglob("*.bin"), *named}):
@@ -218,7 +220,7 @@ def _read_json(path: Path) -> Any:
 
 
 def _indexed_weights(index: Path) -> Iterator[str]:
-    """Yield the files of weights that an index names; raise ConfigError for one that may lie outside the directory."""
+    """Yield the weight files that an index names; raise ConfigError if one may lie outside the directory."""
     found = _read_json(index)
     weights = found.get("weight_map") if isinstance(found, dict) else None
     for name in weights.values() if isinstance(weights, dict) else [None]:
@@ -231,8 +233,8 @@ def _indexed_weights(index: Path) -> Iterator[str]:
         yield name
 
 
-def _refused_in(config: dict[str, Any]) -> str | None:
-    """Name what in a config.json, at any depth, loads more than the directory; None without such a thing."""
+def _find_external_file(config: dict[str, Any]) -> str | None:
+    """Describe a key of a config.json, at any depth, that loads files from elsewhere; None if there is no such key."""
     for key, value in config.items():
         is_elsewhere = key == "transformers_weights" and not _PLAIN_NAME.fullmatch(str(value))
         if (
@@ -240,7 +242,7 @@ def _refused_in(config: dict[str, Any]) -> str | None:
             or key in ("quantization_config", "use_kernels")
             or ("attn_implementation" in key and "/" in str(value))
         ):
-            return f"{key} of its config.json loads more than the directory"
-        if isinstance(value, dict) and (found := _refused_in(value)):
+            return f"{key} in its config.json loads files from outside the directory"
+        if isinstance(value, dict) and (found := _find_external_file(value)):
             return found
     return None

@@ -1,7 +1,7 @@
-"""The part of a codec that all backends share: padding to whole frames, safe batches, checks of the codes.
+"""The part of codecs that all backends share: padding to whole frames, safe batches, checks of the codes.
 
-A backend sets the attributes of ``Codec`` and implements ``encode_frames`` for a batch of whole frames. One that can
-turn codes into audio gives ``decoded_sampling_rate`` too, and implements ``decode_frames``.
+A backend sets the attributes of ``Codec`` and implements ``encode_frames`` for a batch of whole frames. A backend that
+can decode also sets ``decoded_sampling_rate`` and implements ``decode_frames``.
 """
 
 import math
@@ -17,21 +17,21 @@ from sharmill.models.batches import padded_batches
 from sharmill.models.device import fit_batch_seconds
 from sharmill.models.tensors import fit_length, move_batch
 
-# Decoders that mirror the beginning and the end refuse less; a shorter item goes on with its last frame.
+# Decoders with mirror padding need this many frames. The last frame of a shorter item is repeated.
 _MIN_DECODED_FRAMES = 16
 
 
 @dataclass(eq=False, kw_only=True)
 class CodecSpec:
-    """Facts about a codec; the fields are those of the ``Codec`` protocol.
+    """Facts about a codec; further fields are documented in the ``Codec`` protocol.
 
     Args:
-        name: the model name, for messages.
-        min_frames_in_batch: an item with fewer frames than this is encoded only beside items of its own number of
-            frames, because padding changes its codes; 0 if it never does.
-        min_frames: the fewest frames that the model can take; a shorter item is filled up with silence to that, and
-            the codes of its own frames are kept.
-        decoded_sampling_rate: rate of the audio that the codes are decoded to, in Hz; None if they cannot be.
+        name: the name of the model in messages.
+        min_frames_in_batch: items with fewer frames than this share a batch only with items of equal length, because
+            padding changes their codes; 0 if padding never does.
+        min_frames: the minimum number of frames that the model accepts. Shorter items are padded with silence, and only
+            the codes of their own frames are kept.
+        decoded_sampling_rate: the rate of decoded audio in Hz; None if the codec cannot decode.
     """
 
     name: str
@@ -48,7 +48,7 @@ class CodecSpec:
 
 
 class CodecBackend(CodecSpec, ABC):
-    """Base of the codec backends, and of codecs of other packages; implements ``DecodingCodec``."""
+    """Base class of codec backends, including those of other packages; implements ``DecodingCodec``."""
 
     def __init__(self, spec: CodecSpec, device: str) -> None:
         super().__init__(**vars(spec))
@@ -64,19 +64,19 @@ class CodecBackend(CodecSpec, ABC):
             num_frames: (batch,) int64 on the model's device.
 
         Returns:
-            (batch, num_codebooks, max_frames) integers; what lies beyond an item's frames is ignored.
+            (batch, num_codebooks, max_frames) integers; codes beyond an item's frames are ignored.
         """
 
     def find_reach(self) -> tuple[int, int] | None:
-        """Return how many frames before a frame and behind it its codes depend on, by the codec's construction.
+        """Return how many preceding and following frames the codes of a frame depend on, by construction of the codec.
 
-        None, as for a backend that does not implement it, where they may depend on all of the audio.
+        None means that codes may depend on all of the audio; it is the result of backends that do not implement this.
         """
         return None
 
     def encode(self, audio: Tensor, num_samples: Tensor) -> Tensor:
         """Encode a batch of segments; see ``Codec.encode``."""
-        # The mask is made on the device.
+        # The copy of num_samples on the device serves for masks there.
         audio, there, num_samples = move_batch(audio, num_samples, self.device)
         num_frames = (num_samples + self.samples_per_frame - 1) // self.samples_per_frame
         max_frames = int(num_frames.max()) if len(num_frames) else 0
@@ -85,17 +85,17 @@ class CodecBackend(CodecSpec, ABC):
             width = int(num_frames[rows].max())
             length = max(width, self.spec.min_frames) * self.samples_per_frame
             whole = fit_length(audio[rows], there[rows], length)
-            codes[rows, :, :width] = self._checked(whole, num_frames[rows])[:, :, :width]
+            codes[rows, :, :width] = self._encode_checked(whole, num_frames[rows])[:, :, :width]
         return codes
 
     def decode_frames(self, codes: Tensor) -> Tensor:
-        """Decode one item; a backend that gives ``decoded_sampling_rate`` implements it.
+        """Decode one item; backends that set ``decoded_sampling_rate`` implement this.
 
         Args:
             codes: (1, num_codebooks, frames) int64 on the model's device.
 
         Returns:
-            (1, samples) float32, as many samples as the frames last, up to a few at the end.
+            (1, samples) float32, covering the duration of the frames up to a few samples.
         """
         raise NotImplementedError
 
@@ -123,7 +123,7 @@ class CodecBackend(CodecSpec, ABC):
         """Return the audio (samples,) of codes (codebooks, frames)."""
         low, high = int(codes.min()), int(codes.max())
         if low < 0 or high >= self.codebook_size:
-            raise ValueError(f"there are codes from {low} to {high}, outside the {self.codebook_size} of the codec")
+            raise ValueError(f"the codes range from {low} to {high}, but the codec has only {self.codebook_size}")
         missing = _MIN_DECODED_FRAMES - codes.shape[1]
         if missing > 0:
             codes = torch.cat([codes, codes[:, -1:].expand(-1, missing)], dim=1)
@@ -131,7 +131,7 @@ class CodecBackend(CodecSpec, ABC):
             return self.decode_frames(codes[None].to(self.device))[0].float().cpu()
 
     def _batches(self, num_frames: Tensor) -> Iterator[Tensor]:
-        """Yield the row numbers of items that are encoded together; leave out those without a frame."""
+        """Yield the row numbers of items to encode together; items without a frame are left out."""
         frames = num_frames.tolist()
         rows = [row for row, number in enumerate(frames) if number]
         for batch in padded_batches(
@@ -141,24 +141,24 @@ class CodecBackend(CodecSpec, ABC):
         ):
             yield torch.tensor(sorted((rows[index] for index in batch), key=lambda row: frames[row]))
 
-    def _checked(self, audio: Tensor, num_frames: Tensor) -> Tensor:
-        """Return codes (batch, codebooks, frames) of whole frames, 0 beyond each item's end."""
+    def _encode_checked(self, audio: Tensor, num_frames: Tensor) -> Tensor:
+        """Return the validated codes (batch, codebooks, frames) of whole frames, 0 beyond each item's end."""
         width = audio.shape[1] // self.samples_per_frame
         with torch.inference_mode():
             codes = self.encode_frames(audio.to(self.device), num_frames.to(self.device)).cpu()
         expected = (len(audio), self.num_codebooks, width)
         if tuple(codes.shape) != expected:
             raise FatalError(
-                f"codec {self.spec.name} gave codes of shape {tuple(codes.shape)} where (items, codebooks, frames) "
-                f"are {expected}: {width} frames of {self.samples_per_frame} samples went in",
+                f"codec {self.spec.name} returned codes of shape {tuple(codes.shape)} instead of (items, codebooks, "
+                f"frames) {expected} for {width} frames of {self.samples_per_frame} samples",
                 code="bad_codes",
             )
         codes = codes.masked_fill(torch.arange(width)[None, None, :] >= num_frames[:, None, None], 0)
         low, high = codes.min().item(), codes.max().item()
-        # Neither comparison holds for NaN.
+        # Written so that NaN, for which both comparisons are false, fails too.
         if not (low >= 0 and high < self.codebook_size):
             raise UnitFailed(
-                f"codec {self.spec.name} gave the indices {low} to {high}, outside its {self.codebook_size}",
+                f"codec {self.spec.name} returned indices from {low} to {high}, but has only {self.codebook_size}",
                 code="bad_codes",
             )
         return codes.long()

@@ -1,4 +1,4 @@
-"""Keys of a codec in a configuration."""
+"""The configuration keys of a codec."""
 
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -9,17 +9,17 @@ from sharmill.registry import CODECS
 
 @dataclass(frozen=True, kw_only=True)
 class CodecConfig:
-    """One codec whose codes the dataset has."""
+    """A codec whose codes are added to the dataset."""
 
     options_of: ClassVar = (CODECS, "model")
 
     name: str
-    """Name of the codes in the dataset: they lie in the folder ``codes_<name>``."""
+    """Name of the codes in the dataset, stored in the folder ``codes_<name>``."""
     model: str
     """Model to load: ``nemo:<pretrained name or .nemo file>``, ``transformers:<directory or hub name>`` (EnCodec
-    without chunks, DAC, Mimi), or ``builtin``, a small one that ships with sharmill, for trying out."""
+    without chunks, DAC, Mimi), or ``builtin``, a small codec that comes with sharmill for first experiments."""
     options: dict[str, Any] = field(default_factory=dict)
-    """Options of the model's family, which a configuration has beside ``model``."""
+    """Options of the model family, set beside ``model`` in a configuration."""
 
     def __post_init__(self) -> None:
         require(bool(NAME.fullmatch(self.name)), f"codec name {self.name!r} {NAME_RULE}")

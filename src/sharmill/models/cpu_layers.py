@@ -1,8 +1,8 @@
-"""The layers of NeMo's codecs and speaker encoders as a CPU computes them fastest.
+"""Fast CPU versions of the layers in NeMo's codecs and speaker encoders.
 
-With the channels of a frame side by side in memory, instead of the frames of a channel, oneDNN computes convolutions up
-to nine times as fast, depthwise ones more than ten times. The results are the same but for the rounding of sums. A
-model with a layer that is not known here goes on with NeMo's own.
+If the channels of a frame are contiguous in memory, rather than the frames of a channel, oneDNN computes convolutions
+up to nine times as fast, and depthwise ones more than ten times. Results differ only by the rounding of sums. A model
+with a layer that is unknown here keeps NeMo's implementation.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ if TYPE_CHECKING:
 
 
 class _UnknownLayer(Exception):
-    """A model has a layer that is not known here: it goes on with its own."""
+    """A model has a layer that is unknown here, and keeps NeMo's implementation."""
 
 
 def _channels_last(values: Tensor) -> Tensor:
-    """Return values (batch, channels, time) as (batch, channels, 1, time), the channels side by side in memory."""
-    # With one channel, torch takes either layout for the other: the strides say which one is meant.
+    """Return values (batch, channels, time) as (batch, channels, 1, time) with channels contiguous in memory."""
+    # With one channel, both layouts are valid; these strides select the right one.
     return values.transpose(1, 2).contiguous().transpose(1, 2)[:, :, None]
 
 
 @dataclass(frozen=True)
 class _Conv:
-    """A convolution over time with zeros on both sides: weight (outputs, inputs // groups, 1, kernel size)."""
+    """A zero-padded convolution over time, with a weight (outputs, inputs // groups, 1, kernel size)."""
 
     weight: Tensor
     bias: Tensor | None
@@ -49,11 +49,11 @@ class _Conv:
     groups: int = 1
 
     @classmethod
-    def of(cls, conv: nn.Conv1d, norm: nn.BatchNorm1d | None = None) -> _Conv:
-        """Return a layer, with the normalization behind it, if there is one, folded in.
+    def from_layer(cls, conv: nn.Conv1d, norm: nn.BatchNorm1d | None = None) -> _Conv:
+        """Convert a layer, and fold in the normalization after it, if any.
 
         Raises:
-            _UnknownLayer: if it pads with anything but zeros, or the normalization is by the batch at hand.
+            _UnknownLayer: the layer does not pad with zeros, or the normalization uses the statistics of each batch.
         """
         if conv.padding_mode != "zeros" or isinstance(conv.padding, str):
             raise _UnknownLayer
@@ -73,9 +73,9 @@ class _Conv:
         return self.weight.shape[3]
 
     def __call__(self, values: Tensor) -> Tensor:
-        """Return (batch, outputs, 1, time), of values (batch, inputs, 1, time), both with the channels side by side."""
-        # torch leaves pointwise convolutions of small batches to a slower library unless they are dilated, which makes
-        # no difference to one tap.
+        """Map (batch, inputs, 1, time) to (batch, outputs, 1, time), both with contiguous channels."""
+        # torch computes pointwise convolutions of small batches with a slower library unless they are dilated. Dilation
+        # makes no difference with a kernel size of 1.
         dilation = 2 if self.kernel_size == 1 else self.dilation
         return functional.conv2d(
             values, self.weight, self.bias, (1, self.stride), (0, self.padding), (1, dilation), self.groups
@@ -84,13 +84,13 @@ class _Conv:
 
 @dataclass(frozen=True)
 class _Validity:
-    """Mask (batch, 1, 1, time) of the frames that are no padding, None where all are, and how many each item has."""
+    """Mask (batch, 1, 1, time) of valid frames, None without padding, and the number of valid frames of each item."""
 
     mask: Tensor | None
     counts: Tensor
 
     @classmethod
-    def of(cls, lengths: Tensor, frames: Tensor) -> _Validity:
+    def from_lengths(cls, lengths: Tensor, frames: Tensor) -> _Validity:
         num_frames = frames.shape[-1]
         mask = None
         if int(lengths.min()) < num_frames:
@@ -98,12 +98,12 @@ class _Validity:
         return cls(mask, lengths[:, None].to(frames.dtype))
 
     def zero_padding(self, frames: Tensor) -> Tensor:
-        """Set what is padding to zero, in place."""
+        """Set the padding to zero, in place."""
         return frames if self.mask is None else frames.mul_(self.mask)
 
 
 def fit_hifigan_to_cpu(encoder: nn.Module) -> nn.Module:
-    """Return what encodes as a codec's encoder does, on the CPU; an encoder that is not known stays NeMo's own."""
+    """Return a fast CPU version of a codec's encoder; an unknown encoder is returned unchanged."""
     from nemo.collections.tts.modules.audio_codec_modules import CausalHiFiGANEncoder, HiFiGANEncoder
 
     if type(encoder) in (CausalHiFiGANEncoder, HiFiGANEncoder):
@@ -113,7 +113,7 @@ def fit_hifigan_to_cpu(encoder: nn.Module) -> nn.Module:
 
 
 class _PaddedConv:
-    """A CausalConv1dNorm or Conv1dNorm, and the activation before it."""
+    """A CausalConv1dNorm or Conv1dNorm with the activation before it."""
 
     def __init__(self, layer: Any, activation: CodecActivation | None, *, causal: bool) -> None:
         conv = layer.conv
@@ -130,12 +130,12 @@ class _PaddedConv:
         )
 
     def __call__(self, values: Tensor, lengths: Tensor) -> Tensor:
-        """Return (batch, outputs, 1, time), of values of that shape; ``lengths`` (batch,) are those of the outputs."""
+        """Map (batch, inputs, 1, time) to (batch, outputs, 1, time); ``lengths`` (batch,) are those of the outputs."""
         after = -values.shape[3] % self._conv.stride if self._is_causal else self._padding
-        # A copy, so that the rest can be done in place. No activation makes anything of zeros, nor of their order.
+        # Padding copies, so the activation can work in place. It may follow padding because it maps zero to zero.
         values = self._activate(functional.pad(values, (self._padding, after, 0, 0), self._mode))
         values = self._conv(values)
-        return values if self._is_causal else _Validity.of(lengths, values).zero_padding(values)
+        return values if self._is_causal else _Validity.from_lengths(lengths, values).zero_padding(values)
 
 
 def _activation_in_place(activation: CodecActivation | None) -> Callable[[Tensor], Tensor]:
@@ -176,7 +176,7 @@ class _ResidualLayer:
 
 
 class _HifiganEncoder(nn.Module):
-    """Encoder in place of a CausalHiFiGANEncoder or a HiFiGANEncoder."""
+    """Replacement for a CausalHiFiGANEncoder or a HiFiGANEncoder."""
 
     def __init__(self, encoder: Any, *, causal: bool) -> None:
         super().__init__()
@@ -191,11 +191,11 @@ class _HifiganEncoder(nn.Module):
         self._last = _PaddedConv(encoder.post_conv, encoder.post_activation, causal=causal)
 
     def forward(self, audio: Tensor, audio_len: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the encoded frames, (batch, channels, frames), zero beyond each item's end, and how many each has.
+        """Return the encoded frames (batch, channels, frames), zero beyond each item's end, and their numbers.
 
         Args:
             audio: (batch, samples).
-            audio_len: (batch,) samples of each item.
+            audio_len: (batch,), the number of samples of each item.
         """
         lengths = audio_len
         values = self._first(_channels_last(audio[:, None]), lengths)
@@ -204,11 +204,11 @@ class _HifiganEncoder(nn.Module):
             lengths = lengths // rate
             values = down(values, lengths)
         values = self._last(values, lengths)
-        return _Validity.of(lengths, values).zero_padding(values)[:, :, 0], lengths
+        return _Validity.from_lengths(lengths, values).zero_padding(values)[:, :, 0], lengths
 
 
 def fit_titanet_to_cpu(model: EncDecSpeakerLabelModel) -> None:
-    """Replace the encoder and the attentive pooling of a model on the CPU; what is not known stays NeMo's own."""
+    """Replace the encoder and the attentive pooling of a model on the CPU, unless they are unknown."""
     from nemo.collections.asr.modules import ConvASREncoder
     from nemo.collections.asr.parts.submodules.tdnn_attention import AttentivePoolLayer
 
@@ -221,7 +221,7 @@ def fit_titanet_to_cpu(model: EncDecSpeakerLabelModel) -> None:
 
 
 class _Block:
-    """A JasperBlock: convolutions with ReLU, a squeeze-and-excitation and a residual convolution, where it has them."""
+    """A JasperBlock: convolutions with ReLU, and optionally squeeze-and-excitation and a residual convolution."""
 
     def __init__(self, block: JasperBlock) -> None:
         from nemo.collections.asr.parts.submodules.jasper import SqueezeExcite
@@ -237,7 +237,7 @@ class _Block:
         self._activation = _known_layers(block.mout)
 
     def __call__(self, frames: Tensor, valid: _Validity) -> Tensor:
-        """Return (batch, channels, 1, time); the input's padding is set to zero."""
+        """Return (batch, channels, 1, time); the padding of the input is set to zero in place."""
         out = _apply(self._layers, frames, valid)
         if self._excite is not None:
             means = valid.zero_padding(out).sum((2, 3)) / valid.counts
@@ -254,7 +254,7 @@ def _known_layers(modules: Iterable[nn.Module]) -> list[_Conv | nn.ReLU]:
     modules = [module for module in modules if not isinstance(module, nn.Dropout)]
     for module, following in pairwise([*modules, None]):
         if isinstance(module, MaskedConv1d) and module.use_mask and module.pad_layer is None and module.heads == -1:
-            layer = _Conv.of(module.conv, following if isinstance(following, nn.BatchNorm1d) else None)
+            layer = _Conv.from_layer(module.conv, following if isinstance(following, nn.BatchNorm1d) else None)
             if layer.stride != 1 or 2 * layer.padding != layer.dilation * (layer.kernel_size - 1):
                 raise _UnknownLayer
             layers.append(layer)
@@ -267,40 +267,40 @@ def _known_layers(modules: Iterable[nn.Module]) -> list[_Conv | nn.ReLU]:
 
 def _apply(layers: list[_Conv | nn.ReLU], frames: Tensor, valid: _Validity) -> Tensor:
     for layer in layers:
-        # A convolution with one tap does not carry padding into other frames.
+        # With a kernel size of 1, padding does not affect other frames.
         mixes = isinstance(layer, _Conv) and layer.kernel_size > 1
         frames = layer(valid.zero_padding(frames) if mixes else frames)
     return frames
 
 
 class _TitanetEncoder(nn.Module):
-    """Encoder in place of a ConvASREncoder."""
+    """Replacement for a ConvASREncoder."""
 
     def __init__(self, encoder: ConvASREncoder) -> None:
         super().__init__()
         self._blocks = [_Block(block) for block in encoder.encoder]
 
     def forward(self, audio_signal: Tensor, length: Tensor) -> tuple[Tensor, Tensor]:
-        """Return encoded frames (batch, channels, time), and how many each item has, of features of that shape."""
+        """Map features to encoded frames, both (batch, channels, time); return them with the lengths of the items."""
         frames = _channels_last(audio_signal)
-        valid = _Validity.of(length, frames)
+        valid = _Validity.from_lengths(length, frames)
         for block in self._blocks:
             frames = block(frames, valid)
         return frames[:, :, 0], length
 
 
 class _AttentivePooling(nn.Module):
-    """Pooling in place of an AttentivePoolLayer.
+    """Replacement for an AttentivePoolLayer.
 
-    The first layer of its attention sees every frame beside the mean and the deviation of all. What it makes of those
-    two is the same for all frames, and computed once.
+    The first layer of its attention takes each frame together with the mean and deviation of all frames. The part for
+    mean and deviation is the same for all frames, and computed only once.
     """
 
     def __init__(self, pooling: AttentivePoolLayer) -> None:
         super().__init__()
         first, _, last = pooling.attention_layer
         channels = last.out_channels
-        of_all = _Conv.of(first.conv_layer)
+        of_all = _Conv.from_layer(first.conv_layer)
         self._of_frames = replace(of_all, weight=of_all.weight[:, :channels].contiguous(), bias=None)
         self._of_statistics = replace(of_all, weight=of_all.weight[:, channels:].contiguous())
         norm = first.bn
@@ -309,27 +309,27 @@ class _AttentivePooling(nn.Module):
             running_mean=norm.running_mean, running_var=norm.running_var,
             weight=norm.weight, bias=norm.bias, eps=norm.eps,
         )  # fmt: skip
-        self._last = _Conv.of(last)
+        self._last = _Conv.from_layer(last)
         self._eps = pooling.eps
         if self._of_frames.kernel_size > 1 or self._last.kernel_size > 1:
             raise _UnknownLayer
 
     def forward(self, x: Tensor, length: Tensor) -> Tensor:
-        """Return the mean and the deviation of encoded frames, weighted by attention: (batch, 2 * channels, 1)."""
+        """Return attention-weighted mean and deviation of encoded frames: (batch, 2 * channels, 1)."""
         frames = _channels_last(x)
-        valid = _Validity.of(length, frames)
+        valid = _Validity.from_lengths(length, frames)
         even = torch.ones(1) if valid.mask is None else valid.mask
         attended = self._of_frames(frames)
         attended += self._of_statistics(self._statistics(frames, even / valid.counts[:, :, None, None]))
         attended = self._last(self._normalize(attended.relu_()).tanh_())
         if valid.mask is not None:
             attended.masked_fill_(valid.mask == 0, -torch.inf)
-        # Along the frames of this view softmax is computed in place of a transposed copy.
+        # Softmax over this transposed view avoids a transposed copy.
         weights = torch.softmax(attended[:, :, 0].transpose(1, 2), 1).transpose(1, 2)[:, :, None]
         return self._statistics(frames, weights)[:, :, 0]
 
     def _statistics(self, frames: Tensor, weights: Tensor) -> Tensor:
-        """Return weighted means and deviations over time, (batch, 2 * channels, 1, 1)."""
+        """Return weighted means and deviations over time: (batch, 2 * channels, 1, 1)."""
         means = (frames * weights).sum(3, keepdim=True)
         squares = (frames - means).square_().mul_(weights).sum(3, keepdim=True)
         return torch.cat((means, squares.clamp_(min=self._eps).sqrt_()), dim=1)

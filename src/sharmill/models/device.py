@@ -1,7 +1,7 @@
-"""The device of a model: whether torch can use it, of which kind it is, and the arithmetic on it.
+"""The device of a model: checks that torch can use it, its kind, its batch size, and its arithmetic.
 
-The arithmetic is the same in every run, as precise as the configuration says, in fitting batches. Importing this module
-imports no torch.
+The arithmetic is the same in every run, with the precision of the configuration. Importing this module does not import
+torch.
 """
 
 import logging
@@ -19,9 +19,9 @@ from sharmill.errors import ConfigError, DeviceError, one_line
 log = logging.getLogger(__name__)
 
 _DRIVER_FILE: Final = Path("/proc/driver/nvidia/version")
-# By the CUDA that torch was built with: the least driver and the least compute capability.
+# CUDA version of the torch build -> minimum driver and compute capability.
 _NEEDS: Final = {"13": "a driver of 580 or later and compute capability 7.5 or higher"}
-# On a CPU the activations of a large batch leave the cache, and are new pages each time: more audio at once is slower.
+# On a CPU, more audio at once is slower: activations of a large batch exceed the cache, and use new pages each time.
 _CPU_BATCH_SECONDS: Final = 10.0
 # The first generation of GPUs with TensorFloat-32 and bfloat16.
 _REDUCED_CAPABILITY: Final = (8, 0)
@@ -36,7 +36,7 @@ def check_device(device: str) -> str:
         ``cpu``, or the GPU's name and compute capability: ``NVIDIA H200, capability 9.0``.
 
     Raises:
-        DeviceError: torch cannot use it; the message has torch's reason, the driver and what this torch needs.
+        DeviceError: torch cannot use the device; the message states torch's reason, the driver, and its requirements.
     """
     if device == "cpu":
         return "cpu"
@@ -53,16 +53,16 @@ def check_device(device: str) -> str:
 
 
 def explain_missing() -> str:
-    """Return why torch finds no GPU, in its own words, and what this torch needs."""
+    """Return torch's reason for finding no GPU, and the requirements of this torch build."""
     try:
         check_device("cuda")
     except DeviceError as error:
         return str(error)
-    return "torch counts none, but can use one"
+    return "torch counts no GPU, but can use one"
 
 
 def driver_version() -> str:
-    """Return the version of NVIDIA's kernel driver, or that there is none."""
+    """Return the version of NVIDIA's kernel driver, or words for a missing or unknown one."""
     try:
         text = _DRIVER_FILE.read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -72,17 +72,17 @@ def driver_version() -> str:
 
 
 def _describe_torch() -> str:
-    """Return sentences about the build of torch, what it needs of a GPU, and what this machine has."""
+    """Return sentences about the torch build, its requirements, and the driver and GPUs of this machine."""
     import torch
 
     cuda = torch.version.cuda
     if cuda is None:
-        built = f"torch {torch.__version__} is built for CPUs alone"
+        built = f"torch {torch.__version__} is built for CPUs only"
     else:
         needs = _NEEDS.get(cuda.partition(".")[0])
         built = f"torch {torch.__version__} is built for CUDA {cuda}" + (f", which needs {needs}" if needs else "")
     found = ""
-    # It may know how many there are, and nothing else.
+    # torch may know only the number of GPUs.
     with suppress(RuntimeError, AssertionError):
         for index in range(torch.cuda.device_count()):
             major, minor = torch.cuda.get_device_capability(index)
@@ -91,16 +91,17 @@ def _describe_torch() -> str:
 
 
 def make_deterministic() -> None:
-    """Make torch's results independent of the machine's cores.
+    """Make the results of torch reproducible.
 
-    One thread computes: sums then do not depend on the number of cores, and the other cores have ranks of their own.
-    cuBLAS gets a workspace of fixed size, without which recurrent layers may differ from run to run. TorchScript fuses
-    no kernels: it does so after some calls, so that the first results of a rank would differ from later ones.
+    A single thread computes, so that sums do not depend on the number of cores; other cores have their own ranks.
+    cuBLAS gets a workspace of fixed size, without which recurrent layers may differ between runs. The kernel fusion of
+    TorchScript is switched off: it starts after some calls, and would make later results of a rank differ from the
+    first ones.
     """
     import torch
 
     torch.set_num_threads(1)
-    # Read when cuBLAS is first used; a value of the user's own is as fixed as ours.
+    # cuBLAS reads this on first use. A value set by the user is as good as this one.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.backends.cudnn.benchmark = False
     torch.backends.cudnn.deterministic = True
@@ -109,24 +110,24 @@ def make_deterministic() -> None:
 
 
 def with_precision(encode: Encode, device: str, precision: Precision) -> Encode:
-    """Return a model's function that computes with a precision other than fp32.
+    """Wrap a model's function so that it computes with a precision other than fp32.
 
-    Weights and results stay float32: torch's autocast says which operations compute in bfloat16.
+    Weights and results stay float32; torch's autocast chooses the operations that compute in bfloat16.
 
     Raises:
-        ConfigError: the device would silently compute with another precision. bfloat16 is real on every CPU, if slow on
-            one without instructions for it.
+        ConfigError: the device would silently use another precision. Every CPU supports bfloat16, though slowly without
+            instructions for it.
     """
     import torch
 
     if device == "cpu" and precision == "tf32":
         raise ConfigError(
-            "precision tf32 is a mode of NVIDIA GPUs, and this rank computes on a CPU: use fp32 or bf16",
+            "precision tf32 needs an NVIDIA GPU, but this rank computes on a CPU: use fp32 or bf16",
             code="bad_config_value",
         )
     if device != "cpu" and (capability := torch.cuda.get_device_capability(device)) < _REDUCED_CAPABILITY:
         raise ConfigError(
-            f"precision {precision} needs a GPU of compute capability 8.0 or higher, and "
+            f"precision {precision} needs a GPU of compute capability 8.0 or higher, but "
             f"{torch.cuda.get_device_name(device)} has {capability[0]}.{capability[1]}: use fp32",
             code="bad_config_value",
         )
@@ -152,9 +153,9 @@ def _allow_tf32(allowed: bool) -> None:
 
 
 def fit_batch_seconds(batch_seconds: float, device: str, on_cpu: float = _CPU_BATCH_SECONDS) -> float:
-    """Return the padded seconds that a batch on this kind of device may have: on a CPU ``on_cpu`` at most.
+    """Return the maximum padded seconds of a batch on a device: ``batch_seconds``, but on a CPU at most ``on_cpu``.
 
-    It depends on the configuration and the kind of device alone, as the output does that comes from these batches.
+    The limit affects the output, so it depends only on the configuration and the kind of device.
 
     >>> fit_batch_seconds(600.0, "cuda"), fit_batch_seconds(600.0, "cpu"), fit_batch_seconds(5.0, "cpu")
     (600.0, 10.0, 5.0)
@@ -163,7 +164,7 @@ def fit_batch_seconds(batch_seconds: float, device: str, on_cpu: float = _CPU_BA
 
 
 class DeviceClock:
-    """The time in which the device of a model is at work, by the events of a GPU, whose calls return before it is done.
+    """Measures the time that a device spends on a model; GPU calls are asynchronous, so there CUDA events are used.
 
     Args:
         device: ``cpu`` or ``cuda``.
@@ -176,7 +177,7 @@ class DeviceClock:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Run the model on a batch."""
+        """Time the run of a model on a batch."""
         started = time.monotonic()
         events = self._record()
         yield
@@ -186,11 +187,11 @@ class DeviceClock:
             self._seconds += time.monotonic() - started
 
     def restart(self) -> None:
-        """Forget the batches of a unit that has failed."""
+        """Discard the times of a failed unit."""
         self._seconds, self._events = 0.0, []
 
     def take(self) -> float:
-        """Return the seconds since the last call; on a GPU, wait for the last batch."""
+        """Return the busy seconds since the last call; on a GPU, wait for the last batch."""
         seconds, events = self._seconds, self._events
         self.restart()
         if events:

@@ -1,4 +1,4 @@
-"""The families of models that come with sharmill, which import neither torch nor the packages of their models."""
+"""The families of models that come with sharmill. This module imports neither torch nor packages of models."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _PATH_STARTS: Final = ("/", "./", "../", "~")
 
 @dataclass(frozen=True, kw_only=True)
 class BuiltinCodec(ModelFamily):
-    """``builtin``: a small codec, for trying out; NeMo is needed only to decode."""
+    """``builtin``: a small codec for first experiments; only decoding needs NeMo."""
 
     modules: ClassVar = ("sharmill.models.builtin_codec",)
     takes_target: ClassVar = False
@@ -39,17 +39,17 @@ class BuiltinCodec(ModelFamily):
 
 @dataclass(frozen=True, kw_only=True)
 class Resemblyzer(ModelFamily):
-    """``resemblyzer``: the weights come with the package, and its version tells them."""
+    """``resemblyzer``: its weights come with the package, so the package version identifies them."""
 
     packages: ClassVar = ("resemblyzer",)
     modules: ClassVar = ("sharmill.models.resemblyzer_encoder",)
     takes_target: ClassVar = False
-    # Measured on read speech: 99.8 % of pairs of one speaker are at least as similar (10 speakers, 450 pairs), and of
-    # pairs of different speakers 0.2 % (10 speakers, 4,500 pairs) and 3.2 % (248 speakers, 30,628 pairs). At 0.6 it is
-    # 23 % and 47 %.
+    # Measured on read speech: 99.8 % of pairs of one speaker reach 0.75 (10 speakers, 450 pairs), but only 0.2 % (10
+    # speakers, 4,500 pairs) and 3.2 % (248 speakers, 30,628 pairs) of pairs of different speakers do. 23 % and 47 % of
+    # the latter reach 0.6.
     min_similarity: ClassVar = 0.75
-    # The same 30,628 pairs.
-    strangers: ClassVar = (
+    # Measured on the same 30,628 pairs.
+    cross_speaker_similarities: ClassVar = (
         (0.296, 0.0), (0.434, 0.01), (0.477, 0.05), (0.502, 0.1), (0.532, 0.2), (0.555, 0.3), (0.576, 0.4),
         (0.595, 0.5), (0.615, 0.6), (0.637, 0.7), (0.664, 0.8), (0.701, 0.9), (0.732, 0.95), (0.759, 0.975),
         (0.785, 0.99), (0.8, 0.995), (0.821, 0.998), (0.833, 0.999), (0.852, 0.9995), (0.88, 0.9999), (0.9, 1.0),
@@ -67,12 +67,12 @@ class NemoModel(ModelFamily):
     """``nemo:<pretrained name or path of a .nemo file>``."""
 
     allow_targets: list[str] = field(default_factory=list, compare=False)
-    """Classes and functions that the configuration in a .nemo file may name beside those that speech codecs and speaker
-    models are made of, for a model whose makers you trust."""
+    """Further classes and functions that the configuration in a .nemo file may name, besides the usual parts of speech
+    codecs and speaker models. Add them only for a model that you trust."""
 
     packages: ClassVar = ("nemo_toolkit",)
     class_name: ClassVar[str]
-    """The module and the name of the class that models must be of, with a colon between."""
+    """The class of the models, as ``module:name``."""
 
     def resolve(self) -> Path | None:
         target, path = self.target, Path(self.target).expanduser()
@@ -81,7 +81,7 @@ class NemoModel(ModelFamily):
             (not target, "'nemo' is incomplete: write nemo:<pretrained name or path of a .nemo file>"),
             (not is_file and target.startswith(_PATH_STARTS),
              f"{target} is not a .nemo file: give the path of one, or the name of a pretrained model"),
-            (is_file and not path.is_file(), f"there is no file {target}: correct the path of the .nemo checkpoint"),
+            (is_file and not path.is_file(), f"{target} does not exist: correct the path of the .nemo checkpoint"),
             code="bad_model",
         )  # fmt: skip
         require_package("nemo")
@@ -97,7 +97,7 @@ class NemoModel(ModelFamily):
             require_pretrained(self.name, self.class_name)
 
     def restore(self, parts: tuple[str, ...], optional: tuple[str, ...] = ()) -> Any:
-        """Return NeMo's own model, as ``restore_model`` does."""
+        """Load the model with NeMo; see ``restore_model``."""
         from sharmill.models.nemo_models import restore_model
 
         return restore_model(self.name, self.resolve(), self.class_name, self.allow_targets, parts, optional)
@@ -105,7 +105,7 @@ class NemoModel(ModelFamily):
 
 @dataclass(frozen=True, kw_only=True)
 class NemoEncoder(NemoModel):
-    """Speaker encoders of the class EncDecSpeakerLabelModel: TitaNet, SpeakerNet, ECAPA and their kin."""
+    """Speaker encoders of the class EncDecSpeakerLabelModel, such as TitaNet, SpeakerNet and ECAPA."""
 
     modules: ClassVar = ("sharmill.models.nemo_models", "nemo.collections.asr.models")
     class_name: ClassVar = "nemo.collections.asr.models:EncDecSpeakerLabelModel"

@@ -1,8 +1,7 @@
-"""Reachability of models: whether they are on this machine, or on a server that answers.
+"""Quick checks that a model is on this machine or that its server responds.
 
-A model that is on this machine is used without asking a hub, and a hub out of reach is found out soon. The clients of
-the hubs repeat each request for half a minute, and some requests never end; so one request, with a limit on its time,
-goes ahead of them.
+A local model is used without contacting a hub. The clients of hubs repeat each request for half a minute, and some
+requests never end. Therefore a single request with a time limit precedes them, which detects an unreachable hub early.
 """
 
 import threading
@@ -14,24 +13,24 @@ from urllib.parse import urlsplit
 
 from sharmill.errors import ConfigError, one_line
 
-# Seconds for a request to a server that answers, and for all with the look-up of its name, which has no limit.
+# Time limits in seconds for the request, and for the request with the name lookup, which has no limit of its own.
 _ANSWER_SECONDS: Final = 4.0
 _WAIT_SECONDS: Final = 6.0
 
 
 class _FollowsNoRedirect(urllib.request.HTTPRedirectHandler):
-    """A handler that takes a redirect for an answer: large files lie on servers that need not answer this request."""
+    """Accepts a redirect as a response, since the servers of large files need not answer this request."""
 
     def redirect_request(self, *args: Any) -> None:
         return None
 
 
 def require_on_hub(name: str, file: str) -> None:
-    """Raise ConfigError within some seconds unless a file of a model is in the cache of this machine or on the hub.
+    """Raise ConfigError within seconds unless a file of a model is in the local cache or on the hub.
 
     Args:
-        name: the model as the configuration names it: the family, a colon and its name on the hub.
-        file: a file without which it cannot be loaded.
+        name: the model as named in the configuration: the family, a colon and the name on the hub.
+        file: a file that is needed to load the model.
     """
     from huggingface_hub import constants, try_to_load_from_cache
     from huggingface_hub.utils import HFValidationError, build_hf_headers
@@ -48,12 +47,12 @@ def require_on_hub(name: str, file: str) -> None:
 
 
 def require_reachable(url: str, name: str, headers: Mapping[str, str] | None = None) -> None:
-    """Raise ConfigError within some seconds unless the server of a URL answers; a proxy of the environment is used.
+    """Raise ConfigError within seconds unless the server of a URL responds; proxies of the environment are used.
 
     Args:
-        url: any address on the server.
-        name: the model that is to come from it, as the configuration names it.
-        headers: with them the server is asked for this very address, and must have it.
+        url: any URL on the server.
+        name: the model to download from there, as named in the configuration.
+        headers: the headers of a request for exactly this URL, which must exist; None to request only the server.
     """
     parts = urlsplit(url)
     server = f"{parts.scheme}://{parts.netloc}"
@@ -71,17 +70,17 @@ def require_reachable(url: str, name: str, headers: Mapping[str, str] | None = N
         except (OSError, ValueError) as error:
             problem = str(getattr(error, "reason", error))
 
-    # A daemon, so that a look-up without an end keeps nobody.
+    # A daemon thread, so that an endless name lookup does not keep the process alive.
     thread = threading.Thread(target=ask, daemon=True)
     thread.start()
     thread.join(_WAIT_SECONDS)
     if outcome := problem:
-        raise _unreachable(name, f"{server} does not give it ({outcome})")
+        raise _unreachable(name, f"{server} does not provide it ({outcome})")
 
 
 def _unreachable(name: str, why: str) -> ConfigError:
     return ConfigError(
-        f"cannot load {name}: it is not on this machine, and {why}; download the model elsewhere and give "
+        f"cannot load {name}: it is not on this machine, and {why}; download the model elsewhere and use "
         f"{name.partition(':')[0]}:/path/of/the/model",
         code="unreachable_model",
     )

@@ -1,6 +1,6 @@
-"""Memory of models: how much a model takes, which batches fit and are fast, and the end of work that does not fit.
+"""Memory of models: measurement, the choice of batches that fit and are fast, and errors if memory is exceeded.
 
-Importing this module imports no torch.
+Importing this module does not import torch.
 """
 
 import ctypes
@@ -23,16 +23,16 @@ from sharmill.models import Codec, SpeakerEncoder
 from sharmill.models.batches import Batch, plan_batches
 from sharmill.models.device import fit_batch_seconds
 
-# Units that fail alike, before one is done, until a rank takes it for the configuration's fault.
+# After so many such failures before any unit is complete, a rank blames the configuration.
 _UNITS_ALIKE: Final = 2
-# Advice for a user whom no batch size helps.
-ELSEWHERE: Final = "the same command does the rest on a device with more memory, of the same kind"
+# Advice if no batch size helps.
+ELSEWHERE: Final = "the same command does the rest on a device of the same kind with more memory"
 _ROW_SECONDS: Final = 5.0
 _CPU_SIZES: Final = (5.0, fit_batch_seconds(math.inf, "cpu"))
-# Sizes of the two batches that the memory per second follows from; their lengths are canonical.
+# Seconds of the two batches from which the memory per second is computed; their lengths are canonical.
 _TWO_SIZES: Final = (2.0, 10.0)
 _GPU_SIZES: Final = (15.0, 30.0, 60.0, 120.0, 240.0, 480.0, 960.0)
-# The rest is for other processes, fragments and the system's own pages.
+# The rest is reserved for other processes, fragmentation and the system.
 _USABLE_SHARE: Final = 0.7
 # A larger batch must be this much faster to be worth its memory.
 _WORTH: Final = 1.03
@@ -45,16 +45,16 @@ Shape = tuple[int, int]
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
-    """Return True if an exception, or what caused it, is about memory."""
+    """Return True if an exception or one of its causes reports a lack of memory."""
     if error is None:
         return False
-    # torch is not imported for this: without it there is no such error.
+    # If torch is not imported yet, the error cannot be torch's.
     torch = sys.modules.get("torch")
     if isinstance(error, MemoryError) or (torch is not None and isinstance(error, torch.cuda.OutOfMemoryError)):
         return True
     if isinstance(error, OSError) and error.errno == errno.ENOMEM:
         return True
-    # A library that finds no room when it is imported is an ImportError.
+    # A library that cannot be loaded for lack of memory raises ImportError.
     if isinstance(error, (RuntimeError, ImportError)) and mentions_memory(str(error)):
         return True
     return is_out_of_memory(error.__cause__)
@@ -62,13 +62,13 @@ def is_out_of_memory(error: BaseException | None) -> bool:
 
 @dataclass
 class MemoryGuard:
-    """Watch over the batches of a model on a rank: what does not fit ends its unit, and the stage if nothing does.
+    """Turns a lack of memory in the batches of a rank into errors: for the unit, or for the stage if no batch fits.
 
-    Batches have the shapes that plan and configuration give them, whatever memory is free: nothing is split here.
+    The shapes of batches depend on plan and configuration, not on the free memory, so batches are not split here.
 
     Args:
-        model: its name, for messages.
-        key: the key of the configuration to lower, such as ``encode.batch_seconds``.
+        model: the name of the model in messages.
+        key: the configuration key to lower, such as ``encode.batch_seconds``.
     """
 
     model: str
@@ -79,19 +79,21 @@ class MemoryGuard:
 
     @contextmanager
     def batch(self, seconds: float, num_rows: int, *, is_long: bool = False, is_least: bool = False) -> Iterator[None]:
-        """Run a batch of so many padded seconds.
+        """Run a batch, and convert a lack of memory.
 
         Args:
-            is_long: it is one segment that is longer than any batch may be: to be rejected where it does not fit.
-            is_least: it is one piece of a segment: no configuration makes a smaller batch of it.
+            seconds: the padded seconds of the batch.
+            num_rows: the number of rows.
+            is_long: the batch is a single segment longer than the batch limit, to be rejected if it does not fit.
+            is_least: the batch is a single piece of a segment, which no configuration can make smaller.
 
         Raises:
-            RejectRecord: it has not enough memory, and is such a segment.
-            UnitFailed: it has not enough memory; ``code`` is ``out_of_memory``.
-            FatalError: it is not the first one, and no unit has been done yet.
+            RejectRecord: ``too_long_for_device``, if memory is insufficient and ``is_long``.
+            UnitFailed: ``out_of_memory``, if memory is insufficient.
+            FatalError: ``out_of_memory``, if this is not the first such failure and no unit is complete yet.
         """
         if self._left_over:
-            # So that this batch finds the memory that the one that failed has found.
+            # Free the memory of the failed batch, so that this batch has as much as that one had.
             gc.collect()
             torch = sys.modules.get("torch")
             if torch is not None and torch.cuda.is_initialized():
@@ -102,21 +104,22 @@ class MemoryGuard:
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
-            # The tensors of the batch would live in the frames of its traceback for as long as anybody has the error.
+            # Otherwise the traceback would keep the tensors of the batch alive as long as the error.
             traceback.clear_frames(error.__traceback__)
             self._left_over = True
             other = other_reason(error)
             if is_long:
                 raise RejectRecord(
-                    "too_long_for_device", f"its {seconds:.0f} s do not fit in the memory of the device at once{other}"
+                    "too_long_for_device",
+                    f"its {seconds:.0f} s do not fit in the memory of the device at once{other}",
                 ) from error
             self._failed_alike += 1
             kind = UnitFailed if self._proven or self._failed_alike < _UNITS_ALIKE else FatalError
             if num_rows == 1:
                 what = "a piece of a longer segment" if is_least else "a segment"
                 why = (
-                    f"{what}, of {seconds:.0f} s, does not fit in the memory of the device by itself, whatever "
-                    f"{self.key} is: {ELSEWHERE}; or keep segments so long out with prepare.max_duration and --restart"
+                    f"{what} of {seconds:.0f} s does not fit in the memory of the device, whatever {self.key} is: "
+                    f"{ELSEWHERE}; or exclude such long segments with prepare.max_duration and --restart"
                 )
             else:
                 why = (
@@ -126,24 +129,24 @@ class MemoryGuard:
             raise kind(f"{self.model}: {why}{other} ({one_line(error)})", code="out_of_memory") from error
 
     def unit_done(self) -> None:
-        """Note that all batches of a unit had enough memory: what fails later is the fault of that unit alone."""
+        """Record that all batches of a unit fitted, so that later failures are specific to their units."""
         self._proven = True
 
 
 def measure_peak(work: Callable[[], object], device: str) -> int:
-    """Return the most bytes that this process held beyond what it held before, while ``work`` ran.
+    """Return the peak memory in bytes while ``work`` runs, minus the memory before.
 
-    On a GPU it is what torch had allocated. On a CPU it is resident memory: tensors, what the libraries below torch
-    take beside them, and what the system's allocator keeps of both.
+    On a GPU this counts the memory that torch has allocated. On a CPU it counts resident memory: tensors, buffers of
+    the libraries under torch, and freed memory that the allocator keeps.
 
     Raises:
-        ConfigError: the system does not tell the peak of a process.
+        ConfigError: the system does not report the peak memory of a process.
     """
     if device == "cpu":
         gc.collect()
-        ctypes.CDLL(None).malloc_trim(0)  # pages that are free already would be used first, and not be counted
+        ctypes.CDLL(None).malloc_trim(0)  # pages freed earlier would be reused without being counted
         try:
-            Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+            Path("/proc/self/clear_refs").write_text("5")  # resets the peak
         except OSError as error:
             raise ConfigError(
                 f"the memory of models cannot be measured on this machine: /proc/self/clear_refs: {error.strerror}",
@@ -163,7 +166,7 @@ def measure_peak(work: Callable[[], object], device: str) -> int:
 
 
 def _resident(key: str) -> int:
-    """Return the bytes that the status of this process has behind a key."""
+    """Return a memory value in bytes from /proc/self/status."""
     return int(Path("/proc/self/status").read_text().split(f"{key}:")[1].split()[0]) << 10
 
 
@@ -172,10 +175,11 @@ class Measurement:
     """The speed and the memory of a model on a device.
 
     Args:
-        bytes_per_second: memory per second of audio in a batch, padding included.
-        speeds: by the seconds of a batch, seconds of audio per second; sizes that do not fit are left out.
-        most_seconds: the seconds of audio that fit at once: in a batch, or in one segment.
-        one_row: True if a batch is one segment whatever size is asked for. Speeds are then by the seconds of a segment.
+        bytes_per_second: the memory for each second of audio in a batch, padding included.
+        speeds: seconds of audio per second of time, by the seconds of audio in a batch. Sizes that do not fit are left
+            out.
+        most_seconds: the seconds of audio that fit at once, in a batch or in a single segment.
+        one_row: True if a batch always has one segment. Then the keys of ``speeds`` are the seconds of a segment.
     """
 
     bytes_per_second: float
@@ -185,7 +189,7 @@ class Measurement:
 
     @property
     def best_size(self) -> float | None:
-        """The least size that no larger one beats by much; None where none fits, and where all are one row."""
+        """The smallest size that no larger one clearly beats; None if no size fits, or batches have one row."""
         if self.one_row:
             return None
         best: float | None = None
@@ -196,11 +200,12 @@ class Measurement:
 
 
 def measure_model(model: Codec | SpeakerEncoder, device: str, memory: int) -> Measurement:
-    """Run a model on seeded noise in batches of several sizes, as far as they fit.
+    """Measure a model on seeded noise in batches of several sizes, as far as they fit.
 
     Args:
-        device: ``cpu`` or ``cuda``, which the model is on.
-        memory: bytes of the device that may be used.
+        model: the model.
+        device: the device of the model, ``cpu`` or ``cuda``.
+        memory: the bytes of device memory that may be used.
     """
     sizes = _CPU_SIZES if device == "cpu" else _GPU_SIZES
     shape = _shape_in_rows(model)
@@ -208,14 +213,15 @@ def measure_model(model: Codec | SpeakerEncoder, device: str, memory: int) -> Me
 
 
 def measure_canonical(codec: Codec, device: str, memory: int, unit_seconds: float) -> Measurement:
-    """Run a codec on seeded noise of canonical lengths, in batches of canonical sizes: see ``plan_batches``.
+    """Measure a codec on seeded noise in canonical batches; see ``plan_batches``.
 
-    Only audio counts in the speeds, and not the silence that fills up batches in a unit of segments as long as speech.
+    The speeds count only audio, not padding. Its share is computed for a unit with typical durations of speech.
 
     Args:
-        device: ``cpu`` or ``cuda``, which the codec is on.
-        memory: bytes of the device that may be used.
-        unit_seconds: audio of a unit.
+        codec: the codec.
+        device: the device of the codec, ``cpu`` or ``cuda``.
+        memory: the bytes of device memory that may be used.
+        unit_seconds: the seconds of audio in a unit.
     """
     rate, size = codec.sampling_rate, codec.samples_per_frame
 
@@ -233,7 +239,7 @@ def measure_canonical(codec: Codec, device: str, memory: int, unit_seconds: floa
     else:
         batches = {seconds: [shape(item, seconds) for item in _TWO_SIZES] for seconds in _GPU_SIZES}
     found = _measure(codec, device, memory, shape, batches, one_row=one_row)
-    # Segments as long as speech, a unit of them at least.
+    # Typical durations of speech; enough for at least one unit.
     count = math.ceil(unit_seconds / _SPEECH_LIMITS[0])
     lengths = np.clip(np.random.default_rng(0).gamma(_SPEECH_SHAPE, _SPEECH_SCALE, count), *_SPEECH_LIMITS)
     unit = list(lengths[: 1 + int(np.searchsorted(np.cumsum(lengths), unit_seconds))])
@@ -248,7 +254,7 @@ def _measure(
     model: Codec | SpeakerEncoder, device: str, memory: int, shape: Callable[[float], Shape],
     batches: Mapping[float, Sequence[Shape]], *, one_row: bool = False,
 ) -> Measurement:  # fmt: skip
-    """Measure a model on batches by size, one after the other, as far as they fit."""
+    """Measure a model on batches in order of size, until one does not fit."""
     bytes_per_second = estimate_bytes_per_second(model, device, shape)
     speeds: dict[float, float] = {}
     for size, shapes in batches.items():
@@ -266,15 +272,18 @@ def _measure(
 
 
 def require_room(model: Codec | SpeakerEncoder, device: str, batch_seconds: float, key: str) -> float:
-    """Return the seconds of audio that all memory of a GPU holds at once, which is measured.
+    """Return the measured seconds of audio that fit at once into the memory of a GPU.
 
-    On a CPU, where batches are small and memory is not one number, there is no such limit.
+    On a CPU, where batches are small and the available memory varies, the result is infinite.
 
     Args:
-        key: the key of the configuration that ``batch_seconds`` is the value of, for the message.
+        model: the model.
+        device: the device of the model.
+        batch_seconds: the seconds of audio in a batch.
+        key: the configuration key of ``batch_seconds``, for the message.
 
     Raises:
-        ConfigError: not even a batch fits.
+        ConfigError: a batch does not fit.
     """
     if device == "cpu":
         return math.inf
@@ -285,7 +294,7 @@ def require_room(model: Codec | SpeakerEncoder, device: str, batch_seconds: floa
     needed = bytes_per_second * batch_seconds
     if needed > memory:
         raise ConfigError(
-            f"{key} is {batch_seconds:g}: a batch takes about {needed / 2**30:.1f} GiB, and the device has "
+            f"{key} is {batch_seconds:g}: a batch takes about {needed / 2**30:.1f} GiB, but the device has only "
             f"{memory / 2**30:.1f}; set it to {_USABLE_SHARE * memory / bytes_per_second:.0f} or less",
             code="out_of_memory",
         )
@@ -293,7 +302,7 @@ def require_room(model: Codec | SpeakerEncoder, device: str, batch_seconds: floa
 
 
 def _shape_in_rows(model: Codec | SpeakerEncoder) -> Callable[[float], Shape]:
-    """Return a function that returns the shape of a batch of so many seconds, in rows of about 5 s."""
+    """Return a function: seconds of a batch -> its shape, with rows of about 5 s."""
 
     def shape(seconds: float) -> Shape:
         rows = max(1, round(seconds / _ROW_SECONDS))
@@ -303,7 +312,7 @@ def _shape_in_rows(model: Codec | SpeakerEncoder) -> Callable[[float], Shape]:
 
 
 def run_noise(model: Codec | SpeakerEncoder, device: str, shape: Shape) -> None:
-    """Run a model on a batch of noise of so many rows and samples."""
+    """Run a model on a batch of noise of this shape."""
     import torch
 
     work: Callable[..., object] = model.encode if hasattr(model, "encode") else model.embed
@@ -315,7 +324,7 @@ def run_noise(model: Codec | SpeakerEncoder, device: str, shape: Shape) -> None:
 
 
 def _time(model: Codec | SpeakerEncoder, device: str, shape: Shape) -> float:
-    """Return the least seconds that a batch takes, after a run that warms up."""
+    """Return the minimum seconds for a batch, after a warm-up run."""
     run_noise(model, device, shape)
     times = []
     for _ in range(_REPEATS):
@@ -328,17 +337,19 @@ def _time(model: Codec | SpeakerEncoder, device: str, shape: Shape) -> float:
 def estimate_bytes_per_second(
     model: Codec | SpeakerEncoder, device: str, shape: Callable[[float], Shape] | None = None
 ) -> float:
-    """Return the bytes of memory that a model takes per second of audio in a batch, padding included.
+    """Return the bytes of memory that a model takes for each second of audio in a batch, padding included.
 
     Args:
-        shape: returns the shape of a batch of so many seconds; by default it has rows of about 5 s.
+        model: the model.
+        device: the device of the model.
+        shape: a function: seconds of a batch -> its shape; by default with rows of about 5 s.
     """
     shape = shape or _shape_in_rows(model)
     short, long = _TWO_SIZES
-    run_noise(model, device, shape(short))  # memory that is allocated once is no part of it
+    run_noise(model, device, shape(short))  # memory that is allocated only once must not count
     most = measure_peak(lambda: run_noise(model, device, shape(long)), device)
     if device == "cpu":
-        # Pages come and stay in large pieces, so that a difference of two peaks may be anything. It is a batch's size.
+        # Memory comes in large chunks, so the difference of two peaks is meaningless. This batch has the usual size.
         return most / long
     least = measure_peak(lambda: run_noise(model, device, shape(short)), device)
     return max(0.0, most - least) / (long - short)

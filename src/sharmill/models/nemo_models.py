@@ -1,6 +1,6 @@
-"""NeMo's models, loaded: its codecs and its speaker encoders behind the protocols, with errors that a user can act on.
+"""Codecs and speaker encoders of NeMo: loading with actionable errors, and adapters to the protocols.
 
-Importing this module imports torch, and not NeMo.
+Importing this module imports torch, but not NeMo.
 """
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ if TYPE_CHECKING:
     from nemo.core import ModelPT
     from torch import Tensor, nn
 
-# Submodules of NeMo's codecs that encode.
+# Submodules of NeMo's codecs that are needed for encoding.
 ENCODING_PARTS: Final = ("audio_encoder.", "vector_quantizer.")
-# The noise of float32 arithmetic is 1e-6 to 1e-5; a model that sees the padding does far more than this.
+# The noise of float32 arithmetic is 1e-6 to 1e-5. If padding affects a model, the difference is far larger than this.
 _RELATIVE_TOLERANCE: Final = 1e-3
 _TRIED_FRAMES: Final = (1, 2, 4, 8, 16, 32)
-# Features are normalised by their standard deviation over time, which needs some frames: shorter audio is filled up
+# Features are normalised by their standard deviation over time, which needs several frames. Shorter audio is padded
 # with zeros.
 _MIN_SECONDS: Final = 0.1
-# NeMo fills up the features of a batch to a multiple of 16 frames, which hides the batch's padding from most layers.
-# This length gives 1 + 159 frames of 10 ms, so that there is nothing to fill up.
+# NeMo pads the features of a batch to a multiple of 16 frames, which can hide the effect of the batch's padding.
+# This length gives 1 + 159 frames of 10 ms, which need no such padding.
 _TRIED_SECONDS: Final = 1.59
-# Errors of a damaged checkpoint or a failed download; any other is a fault of ours and is shown as it is.
+# Errors of damaged checkpoints and failed downloads. Any other error is a bug, and is raised unchanged.
 _LOADING_ERRORS = (
     AttributeError,
     EOFError,
@@ -65,10 +65,10 @@ _LOADING_ERRORS = (
 
 @contextmanager
 def quiet_nemo() -> Iterator[None]:
-    """Silence NeMo, whose errors are raised as well as logged; also around its first import.
+    """Silence the log of NeMo, including its first import; its errors are also raised.
 
     Raises:
-        ConfigError: if NeMo is not installed.
+        ConfigError: NeMo is not installed.
     """
     require_package("nemo")
     telemetry = logging.getLogger("nv_one_logger")
@@ -85,9 +85,9 @@ def quiet_nemo() -> Iterator[None]:
 
 @contextmanager
 def _filters_of_archives() -> Iterator[None]:
-    """Let NeMo unpack with ``filter="data"`` where Python is older than 3.11.4, as Debian 12's, and knows no filters.
+    """Let NeMo unpack archives with ``filter="data"`` on Python before 3.11.4 (Debian 12), which has no filters.
 
-    NeMo itself refuses links and names that lead out; of the rest only files and folders are unpacked here.
+    NeMo itself refuses links and names that lead out of the folder. Here anything but files and folders is refused.
     """
     if hasattr(tarfile, "data_filter"):
         yield
@@ -113,26 +113,26 @@ def restore_model(
     """Load a NeMo model on the CPU, frozen and in evaluation mode.
 
     Args:
-        name: the model as the configuration names it.
-        path: its file; None for a pretrained model.
-        class_name: the module and the name of its class, with a colon between.
-        allow_targets: names in its configuration that are let through, see ``read_nemo_config``.
-        parts: the submodules that are used; all their weights must be in the checkpoint. (NeMo's codec lets weights
-            be absent, and would go on with random ones.)
-        optional: names of submodules that are None in the model if weights of theirs are absent.
+        name: the model as named in the configuration.
+        path: the file of the model; None for a pretrained model.
+        class_name: the class of the model, as ``module:name``.
+        allow_targets: further names that its configuration may contain; see ``read_nemo_config``.
+        parts: prefixes of the submodules that are used, whose weights must all be in the checkpoint. NeMo's codec would
+            replace missing weights by random ones.
+        optional: submodules to set to None if some of their weights are missing.
 
     Raises:
-        ConfigError: if the file is no checkpoint of this class or the pretrained model cannot be fetched.
+        ConfigError: the file is no checkpoint of this class, or the pretrained model cannot be downloaded.
     """
     with quiet_nemo():
         model_class = pkgutil.resolve_name(class_name)
     from huggingface_hub.errors import HfHubHTTPError
     from hydra.errors import HydraException
 
-    # The hub's client lets the errors of its HTTP library through, and that library changes with its version.
+    # The client of the hub raises errors of its HTTP library, which depends on its version.
     errors = (*_LOADING_ERRORS, HydraException, *HfHubHTTPError.__bases__)
     with loading(name, *errors), quiet_nemo(), _filters_of_archives(), torch.random.fork_rng(devices=[]):
-        # A model draws its first weights before it gets those of the checkpoint: hence the fork.
+        # Until the checkpoint is loaded, the weights of a model are random: the fork keeps the caller's random state.
         options = {
             "map_location": torch.device("cpu"),
             "save_restore_connector": _strict_connector(name, allow_targets, parts, optional),
@@ -154,7 +154,7 @@ def restore_model(
 def _strict_connector(
     name: str, allow_targets: Collection[str], parts: tuple[str, ...], optional: tuple[str, ...]
 ) -> Any:
-    """Return the object by which NeMo reads checkpoints, one that takes only what was checked; as ``restore_model``."""
+    """Return a connector for NeMo that uses only checked parts of a checkpoint; arguments as for ``restore_model``."""
     from nemo.core.connectors.save_restore_connector import SaveRestoreConnector
     from omegaconf import OmegaConf
 
@@ -162,7 +162,7 @@ def _strict_connector(
         def load_config_and_state_dict(
             self, calling_cls: type[ModelPT], restore_path: str, override_config_path: object = None, *rest: Any
         ) -> Any:
-            # Only what was checked is used, whatever else of that name is in the archive.
+            # Use the checked configuration, even if the archive contains another one of that name.
             source = Path(self.model_extracted_dir or restore_path)
             config = read_nemo_config(source, allow_targets)
             with limited_layers(name, source):
@@ -170,7 +170,7 @@ def _strict_connector(
 
         @staticmethod
         def _load_state_dict_from_disk(model_weights: str, map_location: Any = "cpu") -> Any:
-            # NeMo leaves it to the environment whether pickled code is run.
+            # With NeMo, an environment variable can allow pickled code to run.
             return torch.load(model_weights, map_location=map_location, weights_only=True)
 
         def load_instance_with_state_dict(
@@ -187,12 +187,13 @@ def _strict_connector(
 
 
 def require_pretrained(name: str, class_name: str) -> None:
-    """Raise ConfigError unless a pretrained model is on this machine or can be asked for.
+    """Raise ConfigError unless a pretrained model is on this machine or its server responds.
 
-    A "/" in its name stands for the hub. NeMo is imported for NeMo's own names alone.
+    A name with "/" belongs to the hub; only for other names is NeMo imported.
 
     Args:
-        name, class_name: as of ``restore_model``.
+        name: as for ``restore_model``.
+        class_name: as for ``restore_model``.
     """
     target = name.partition(":")[2]
     if "/" in target:
@@ -214,15 +215,15 @@ def require_pretrained(name: str, class_name: str) -> None:
 
 
 def _right_padding_matters(encode: Callable[[Tensor, Tensor], Tensor], short: int, long: int) -> bool:
-    """Return True if an item's encoding depends on the padding to its right, which is tried.
+    """Return True if a trial shows that padding on the right affects the encoding of an item.
 
-    An architecture does not tell: one unmasked layer is enough. So seeded noise is encoded alone and beside a longer
-    item.
+    A single unmasked layer has this effect, so it is tried rather than derived from the architecture: seeded noise is
+    encoded alone and beside a longer item.
 
     Args:
         encode: (audio (batch, samples), num_samples (batch,)) -> (batch, values) or (batch, channels, frames).
-        short: samples of the item.
-        long: samples of its neighbour.
+        short: the number of samples of the item.
+        long: the number of samples of the longer item.
     """
     noise = torch.randn(2, long, generator=torch.Generator().manual_seed(0)) * 0.1
     noise[0, short:] = 0.0
@@ -232,17 +233,17 @@ def _right_padding_matters(encode: Callable[[Tensor, Tensor], Tensor], short: in
 
 
 class NemoCodecBackend(CodecBackend):
-    """Codec made of an AudioCodecModel: its encoder, its quantizer and, where its weights are there, its decoder.
+    """The encoder and quantizer of an AudioCodecModel, and its decoder if the checkpoint has the weights.
 
-    The model's own ``encode`` pads again what is whole already and may resample; so its parts are called as they are.
-    Causal encoders do not see the padding of a batch, the others do: this is found out when the model is loaded.
+    The parts are called directly, because the model's ``encode`` would pad whole frames again and may resample. Padding
+    in a batch affects all encoders but causal ones, which is found out when the model is loaded.
     """
 
     def __init__(self, model: AudioCodecModel, name: str, device: str) -> None:
         refuse(
-            (model.vector_quantizer is None, f"{name} has no quantizer, so it has no codes: use another codec"),
+            (model.vector_quantizer is None, f"{name} has no quantizer and thus no codes: use another codec"),
             (model.semantic_codec is not None,
-             f"{name} adds a second, semantic codec, which is not supported: use another codec"),
+             f"{name} contains a second, semantic codec, which is not supported: use another codec"),
             code="bad_model",
         )  # fmt: skip
         encoder = model.audio_encoder.eval().to(device)
@@ -270,7 +271,7 @@ class NemoCodecBackend(CodecBackend):
         super().__init__(spec, device)
 
     def _find_min_frames(self, samples_per_frame: int, name: str) -> int:
-        """Return the fewest frames, a power of two, that the encoder takes: mirror padding refuses shorter audio."""
+        """Return the minimum number of frames, a power of two, for the encoder; mirror padding needs a few."""
         for num_frames in _TRIED_FRAMES:
             samples = num_frames * samples_per_frame
             try:
@@ -305,10 +306,10 @@ class NemoCodecBackend(CodecBackend):
 
 
 class NemoSpeakerEncoder:
-    """Speaker encoder made of a NeMo speaker model.
+    """A speaker encoder based on a NeMo speaker model.
 
-    Models with masked convolutions (TitaNet) do not see the padding of a batch. Others (ECAPA) do: this is found out
-    when the model is loaded, and then only utterances of equal length share a batch, which is slower.
+    Padding in a batch does not affect models with masked convolutions (TitaNet), but others (ECAPA). This is found out
+    when the model is loaded. For the latter, only utterances of equal length share a batch, which is slower.
     """
 
     def __init__(self, model: EncDecSpeakerLabelModel, device: str = "cpu") -> None:
@@ -325,7 +326,7 @@ class NemoSpeakerEncoder:
 
     def embed(self, audio: Tensor, num_samples: Tensor) -> Tensor:
         """Embed a batch of utterances; see ``SpeakerEncoder.embed``."""
-        # The mask is made on the device.
+        # The copy of num_samples on the device serves for masks there.
         audio, there, num_samples = move_batch(audio, num_samples, self.device)
         audio = fit_length(audio, there, max(audio.shape[1], self._min_samples))
         lengths = num_samples.clamp(min=self._min_samples)

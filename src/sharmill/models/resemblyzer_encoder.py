@@ -1,11 +1,11 @@
 """The speaker encoder of the resemblyzer package, with batches.
 
-Its ``VoiceEncoder.embed_utterance`` takes one utterance at a time; here the partial utterances of a whole batch go
-through the network together. The weights are read from the package, whose code is not imported: that would bring in
-webrtcvad and with it pkg_resources, for a voice detector which is not used here.
+resemblyzer's ``VoiceEncoder.embed_utterance`` takes one utterance at a time. Here the partial utterances of a whole
+batch pass through the network together. The weights come from the package, but its code is not imported, because that
+would also import webrtcvad and pkg_resources for a voice detector that is not needed.
 
 The method (partial utterances of 1.6 s, a mel spectrogram, a three-layer LSTM, the mean of the normalised partial
-embeddings) is that of Wan et al., Generalized End-to-End Loss for Speaker Verification, https://arxiv.org/abs/1710.10467.
+embeddings) was published by Wan et al., Generalized End-to-End Loss for Speaker Verification, https://arxiv.org/abs/1710.10467.
 """
 
 import math
@@ -22,7 +22,7 @@ from torch.nn import functional
 from sharmill.errors import refuse
 from sharmill.models.tensors import fit_length, move_batch, unit_embeddings, weights_checksum
 
-# resemblyzer.hparams, and the defaults of embed_utterance.
+# Values of resemblyzer.hparams, and defaults of embed_utterance.
 _SAMPLING_RATE: Final = 16000
 _WINDOW: Final = 400
 _HOP: Final = 160
@@ -33,13 +33,13 @@ _PARTIAL_FRAMES: Final = 160
 _PARTIALS_PER_SECOND: Final = 1.3
 _MIN_COVERAGE: Final = 0.75
 
-# Partial utterances per pass of the network. On a CPU the fastest of 1 to 1024; a GPU wants them all at once.
+# Partial utterances in each pass of the network. 32 is the fastest of 1 to 1024 on a CPU; on a GPU, more are faster.
 _CPU_PARTIALS: Final = 32
 _GPU_PARTIALS: Final = 1024
 
 
 class _Network(nn.Module):
-    """The layers of resemblyzer's VoiceEncoder, by the same names."""
+    """The layers of resemblyzer's VoiceEncoder, with the same names."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,13 +47,13 @@ class _Network(nn.Module):
         self.linear = nn.Linear(_HIDDEN_SIZE, _HIDDEN_SIZE)
 
     def forward(self, mels: Tensor) -> Tensor:
-        """(partials, frames, mels) to (partials, embedding_size), each of length 1 (or 0)."""
+        """Map (partials, frames, mels) to (partials, embedding_size), each row of length 1 (or 0)."""
         _, (hidden, _) = self.lstm(mels)
         return functional.normalize(torch.relu(self.linear(hidden[-1])), dim=1)
 
 
 class ResemblyzerEncoder:
-    """Speaker encoder of resemblyzer; equals ``VoiceEncoder.embed_utterance`` but for silence (see the protocol)."""
+    """The speaker encoder of resemblyzer, equal to ``VoiceEncoder.embed_utterance`` except for silence."""
 
     def __init__(self, device: str = "cpu") -> None:
         self.sampling_rate = _SAMPLING_RATE
@@ -84,7 +84,7 @@ class ResemblyzerEncoder:
         return embeddings.clone()
 
     def _mels(self, audio: Tensor) -> Tensor:
-        """Return the mels (batch, frames, mels) of audio (batch, samples), as librosa's melspectrogram does."""
+        """Return the mel spectrogram (batch, frames, mels) of audio (batch, samples), as librosa computes it."""
         spectra = torch.stft(
             audio, _WINDOW, _HOP, window=self._window, center=True, pad_mode="constant", return_complex=True
         )
@@ -100,10 +100,10 @@ class ResemblyzerEncoder:
 
 
 def mel_filters() -> NDArray[np.float32]:
-    """Return resemblyzer's mel filters (mels, frequencies): those of ``librosa.filters.mel``, bit by bit.
+    """Return resemblyzer's mel filters (mels, frequencies), bit-identical to ``librosa.filters.mel``.
 
-    Importing librosa for them would open two thousand files. The scale is Slaney's: linear below 1 kHz, 27 steps for
-    each factor of 6.4 above.
+    Importing librosa would open two thousand files. The scale is Slaney's: linear below 1 kHz, and logarithmic with 27
+    steps for each factor of 6.4 above.
     """
     linear, step, above = 200.0 / 3, np.log(6.4) / 27.0, 1000.0
     last = above / linear + np.log(_SAMPLING_RATE / 2 / above) / step
@@ -119,9 +119,9 @@ def mel_filters() -> NDArray[np.float32]:
 
 
 def partial_starts(num_samples: int) -> list[int]:
-    """Return the first mel frames of an utterance's partial utterances, as resemblyzer's ``compute_partial_slices``.
+    """Return the first mel frame of each partial utterance, like resemblyzer's ``compute_partial_slices``.
 
-    The last one is kept only if speech covers at least ``_MIN_COVERAGE`` of it; there is always one.
+    The last one is dropped if the utterance covers less than ``_MIN_COVERAGE`` of it, unless it is the only one.
     """
     num_frames = math.ceil((num_samples + 1) / _HOP)
     step = round(_SAMPLING_RATE / _PARTIALS_PER_SECOND / _HOP)
@@ -136,5 +136,5 @@ def _read_weights() -> dict[str, Tensor]:
     path = Path(str(distribution("resemblyzer").locate_file("resemblyzer/pretrained.pt")))
     refuse((not path.is_file(), f"{path} is missing: run pip install --force-reinstall resemblyzer"), code="bad_model")
     state = torch.load(path, map_location="cpu", weights_only=True)["model_state"]
-    # The checkpoint also has the two scalars of its training loss.
+    # The checkpoint also contains two scalars of the training loss.
     return {name: tensor for name, tensor in state.items() if name.startswith(("lstm.", "linear."))}

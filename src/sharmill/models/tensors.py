@@ -1,4 +1,4 @@
-"""Functions on tensors that the backends share: padding of batches, unit embeddings, checksums of weights."""
+"""Shared functions of the backends: padding of batches, unit embeddings, checksums of weights, safe loading."""
 
 import math
 import pickle
@@ -16,15 +16,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from sharmill.errors import ConfigError, is_device_error, one_line
 
-# Limits of the tensors that loading a model makes: its layers, the weights, and copies of them.
+# Limits for tensors that are created while a model is loaded: layers, weights, and copies of them.
 _NUMBERS_PER_BYTE: Final = 4
 _FREE_NUMBERS: Final = 1 << 27
-# Some seconds of most codecs; a dependence on more than half of them counts as not bounded.
+# A few seconds for most codecs. A dependence on more than half of these frames counts as unbounded.
 _REACH_FRAMES: Final = 64
 
 
 class _SizeLimit(TorchDispatchMode):
-    """Refuses to make tensors of more than so many numbers in all, before they are there."""
+    """Limits the total number of elements of new tensors, before they are allocated."""
 
     def __init__(self, most: int) -> None:
         super().__init__()
@@ -41,10 +41,11 @@ class _SizeLimit(TorchDispatchMode):
 
 @contextmanager
 def loading(name: str, *errors: type[Exception]) -> Iterator[None]:
-    """Raise ConfigError where the model of this name cannot be loaded, but not for what is the fault of the device.
+    """Convert errors while a model is loaded to ConfigError, except errors of the device.
 
-    ``errors`` are those that damaged files and failed downloads raise; anything else is a fault of ours and is shown as
-    it is.
+    Args:
+        name: the name of the model, for messages.
+        errors: errors of damaged files and failed downloads. Any other error is a bug, and is raised unchanged.
     """
     try:
         yield
@@ -52,7 +53,11 @@ def loading(name: str, *errors: type[Exception]) -> Iterator[None]:
         raise
     except (pickle.UnpicklingError, yaml.YAMLError) as error:
         are_weights = isinstance(error, pickle.UnpicklingError)
-        damage = "weights are damaged, or more than tensors" if are_weights else "configuration is more than values"
+        damage = (
+            "weights are damaged, or contain more than tensors"
+            if are_weights
+            else "configuration contains more than plain values"
+        )
         raise ConfigError(f"cannot load {name}: its {damage}", code="bad_model") from error
     except errors as error:
         if is_device_error(error):
@@ -62,12 +67,13 @@ def loading(name: str, *errors: type[Exception]) -> Iterator[None]:
 
 @contextmanager
 def limited_layers(name: str, path: Path) -> Iterator[None]:
-    """Raise ConfigError where a model, while it is made, asks for much more memory than its weights' bytes explain.
+    """Raise ConfigError if a model, while created, needs much more memory than the size of its weights explains.
 
-    The sizes of layers are numbers of its configuration, which cost nothing to write.
+    The sizes of layers are just numbers in its configuration, where a huge number costs nothing.
 
     Args:
-        path: its file, or the folder of its files.
+        name: the name of the model, for messages.
+        path: the file of the model, or the folder of its files.
     """
     files = path.rglob("*") if path.is_dir() else [path]
     num_bytes = sum(file.stat().st_size for file in files if file.is_file())
@@ -79,27 +85,27 @@ def limited_layers(name: str, path: Path) -> Iterator[None]:
         if limit.left >= 0:
             raise
         raise ConfigError(
-            f"cannot load {name}: its configuration asks for layers of far more numbers than its {num_bytes:,} bytes "
-            "can hold; it is damaged, or not to be trusted",
+            f"cannot load {name}: its configuration demands layers that are far larger than its {num_bytes:,} bytes "
+            "can hold; it is damaged or malicious, so use another copy or model",
             code="bad_model",
         ) from error
 
 
 def require_whole(name: str, missing: Iterable[str]) -> None:
-    """Raise ConfigError if weights of the model of this name are missing from its checkpoint."""
+    """Raise ConfigError if weights of a model are missing from its checkpoint."""
     if names := sorted(missing):
         raise ConfigError(
-            f"{name} lacks {len(names)} weights, the first is {names[0]}: it is not whole", code="bad_model"
+            f"{name} is incomplete: {len(names)} weights are missing, the first is {names[0]}", code="bad_model"
         )
 
 
 def move_batch(audio: Tensor, num_samples: Tensor, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the audio of a batch and the lengths of its items on a device, and these as int64 on the CPU.
+    """Return the audio of a batch and the lengths of its items on a device, and the lengths as int64 on the CPU.
 
-    What decides about shapes stays on the CPU, so that nothing waits for the device.
+    Lengths determine shapes, and reading them on the CPU does not wait for the device.
 
     Raises:
-        ValueError: audio is not (batch, samples), or num_samples not (batch,) within it.
+        ValueError: audio is not (batch, samples), or num_samples is not (batch,) or exceeds it.
     """
     if audio.ndim != 2 or num_samples.shape != audio.shape[:1]:
         raise ValueError(
@@ -113,12 +119,12 @@ def move_batch(audio: Tensor, num_samples: Tensor, device: torch.device) -> tupl
 
 
 def fit_length(audio: Tensor, num_samples: Tensor, length: int) -> Tensor:
-    """Cut or zero-pad a batch to a length and zero what lies beyond each item's end.
+    """Cut or zero-pad a batch to a length, and set samples beyond each item's end to zero.
 
     Args:
         audio: (batch, samples) float32.
         num_samples: (batch,) int64.
-        length: samples wanted.
+        length: the number of samples in the result.
 
     Returns:
         (batch, length) float32, a copy.
@@ -130,10 +136,10 @@ def fit_length(audio: Tensor, num_samples: Tensor, length: int) -> Tensor:
 
 @torch.no_grad()
 def find_reach(encode: Callable[[Tensor], Tensor], samples_per_frame: int) -> tuple[int, int] | None:
-    """Return how many frames before a frame and behind it what is encoded depends on; None where that is not bounded.
+    """Return how many preceding and following frames an encoded frame depends on; None if that is unbounded.
 
-    One frame is no number. Sums and products with it are none either, whatever the weights: so the frames that become
-    none are all that the layers connect with it, on any audio.
+    One frame of the input is set to NaN. Sums and products with NaN are NaN whatever the weights are, so the NaN frames
+    of the output are those that the layers connect with this frame, for any audio.
 
     Args:
         encode: audio (1, samples) -> (1, channels, frames).
@@ -144,22 +150,22 @@ def find_reach(encode: Callable[[Tensor], Tensor], samples_per_frame: int) -> tu
     connected = encode(audio)[0].isnan().any(dim=0).nonzero().flatten().tolist()
     if not connected or connected[0] == 0 or connected[-1] == _REACH_FRAMES - 1:
         return None
-    # A frame that the middle one changes has it behind itself, or before.
+    # The middle frame precedes the last frame that it affects, and follows the first one.
     return max(0, connected[-1] - middle), max(0, middle - connected[0])
 
 
 def unit_embeddings(embeddings: Tensor, audio: Tensor) -> Tensor:
-    """Scale embeddings to length 1 and replace those of silence by zeros.
+    """Scale embeddings to length 1, and replace the embeddings of silence by zeros.
 
-    A network gives digital silence a vector like any other, the same for every silent utterance, so that silence
-    would be the best match for silence. A zero vector is similar to nothing.
+    A network maps all silent utterances to the same vector, so that silence would be the best match for silence. A
+    zero vector is similar to nothing.
 
     Args:
-        embeddings: (batch, embedding_size); a row with NaN, as from a division by a zero norm, counts as silence.
+        embeddings: (batch, embedding_size); rows with NaN, for example after division by a zero norm, count as silence.
         audio: (batch, samples), zero beyond each item's end.
 
     Returns:
-        (batch, embedding_size) float32, where ``embeddings`` are.
+        (batch, embedding_size) float32, on the device of ``embeddings``.
     """
     embeddings = functional.normalize(embeddings.float(), dim=1)
     voiced = (audio != 0).any(dim=1).to(embeddings.device) & embeddings.isfinite().all(dim=1)
@@ -167,10 +173,10 @@ def unit_embeddings(embeddings: Tensor, audio: Tensor) -> Tensor:
 
 
 def weights_checksum(state: Mapping[str, Tensor]) -> str:
-    """Return the xxh3 (16 hex digits) of a state dict: names, types, shapes and bytes, in the order of the names.
+    """Return the xxh3 (16 hex digits) of the names, types, shapes and bytes in a state dict, in the order of names.
 
-    A state dict has the parameters and the saved buffers; buffers that are not saved, such as caches which grow with
-    the longest input so far, say nothing about the model.
+    A state dict contains parameters and saved buffers. Other buffers, such as caches that grow with the longest input
+    so far, do not belong to the identity of a model.
     """
     digest = xxhash.xxh3_64()
     for name in sorted(state):

@@ -1,10 +1,10 @@
-"""Codes of the codecs in Hugging Face transformers: EnCodec, DAC and Mimi.
+"""The codecs of Hugging Face transformers: EnCodec, DAC and Mimi.
 
-The model is the largest it can be: EnCodec is run at its highest bandwidth, DAC and Mimi with all their quantizers.
-Whoever wants fewer codebooks takes the first rows, since all three are residual.
+EnCodec runs at its highest bandwidth, DAC and Mimi with all their quantizers. All three are residual, so the first rows
+are the codes with fewer codebooks.
 
-The audio is filled up with zeros to whole frames. EnCodec itself would mirror the end of the audio instead, which
-changes the last frame or two, and only where the audio is not a whole number of frames.
+Audio is padded with zeros to whole frames. EnCodec itself would mirror the end of the audio instead. The difference
+affects one or two last frames of audio that is not a whole number of frames.
 """
 
 import math
@@ -24,7 +24,7 @@ from sharmill.models.tensors import find_reach, limited_layers, loading, require
 
 
 class _TransformersCodec(CodecBackend):
-    """Codec made of a model of transformers; ``options`` are those of the model's ``encode``."""
+    """A codec based on a model of transformers; ``options`` are passed to the model's ``encode``."""
 
     def __init__(self, model: Any, spec: CodecSpec, device: str, options: dict[str, Any]) -> None:
         self._model = model.to(device)
@@ -33,7 +33,7 @@ class _TransformersCodec(CodecBackend):
 
     def find_reach(self) -> tuple[int, int] | None:
         if self._model.config.model_type != "dac":
-            # EnCodec's recurrent layers and Mimi's attention go back to the beginning.
+            # EnCodec's recurrent layers and Mimi's attention depend on all preceding audio.
             return None
         return find_reach(
             lambda audio: self._model.encoder(audio[:, None, :].to(self.device)).cpu(), self.samples_per_frame
@@ -41,7 +41,7 @@ class _TransformersCodec(CodecBackend):
 
     def encode_frames(self, audio: Tensor, num_frames: Tensor) -> Tensor:
         codes = self._model.encode(audio[:, None, :], **self._options).audio_codes
-        # EnCodec's come in chunks, of which there is one.
+        # EnCodec returns chunks; a supported model has exactly one.
         return codes[0] if codes.ndim == 4 else codes
 
     def decode_frames(self, codes: Tensor) -> Tensor:
@@ -51,27 +51,27 @@ class _TransformersCodec(CodecBackend):
 
 
 def _describe(model: Any, name: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the facts of a model for a ``CodecSpec``, and options of its ``encode``.
+    """Return facts about a model for a ``CodecSpec``, and the options of its ``encode``.
 
-    Of EnCodec it describes models of one channel and without chunks: that of 24 kHz, and that of 32 kHz of MusicGen.
+    EnCodec models must have one channel and no chunks, like the 24 kHz model and the 32 kHz model of MusicGen.
     """
     config = model.config
     if config.model_type == "dac":
-        # Its convolutions look both ways: only items with the same number of frames share a batch.
+        # Its convolutions look in both directions, so only items with equal numbers of frames share a batch.
         frame = math.prod(config.downsampling_ratios)
         return {"samples_per_frame": frame, "num_codebooks": config.n_codebooks, "equal_lengths_only": True}, {}
     if config.model_type == "mimi":
         facts = {
             "samples_per_frame": round(config.sampling_rate / config.frame_rate),
             "num_codebooks": config.num_quantizers,
-            # If its convolutions are causal, as its attention is, padding on the right changes nothing.
+            # Its attention is causal. If its convolutions are too, padding on the right has no effect.
             "equal_lengths_only": not config.use_causal_conv,
         }
         return facts, {"num_quantizers": config.num_quantizers}
     if config.chunk_length_s is not None:
         raise ConfigError(
-            f"{name} works on overlapping chunks of {config.chunk_length_s} s, so that n samples do not give "
-            "ceil(n / samples_per_frame) frames: use a model without chunks, such as facebook/encodec_24khz",
+            f"{name} works on overlapping chunks of {config.chunk_length_s} s, so the number of frames is not "
+            "ceil(num_samples / samples_per_frame): use a model without chunks, such as facebook/encodec_24khz",
             code="bad_model",
         )
     bandwidth, quantizer = max(config.target_bandwidths), model.quantizer
@@ -87,16 +87,17 @@ def _describe(model: Any, name: str) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def load_transformers_codec(name: str, source: Path | str, device: str) -> CodecBackend:
-    """Load EnCodec, DAC or Mimi from a directory or from the hub, whichever the configuration says it is.
+    """Load EnCodec, DAC or Mimi from a directory or from the hub.
 
-    What the hub's cache on this machine has is loaded without asking the hub.
+    A model in the local cache is loaded without contacting the hub.
 
     Args:
-        name: the model as the configuration names it, for messages.
+        name: the model as named in the configuration, for messages.
         source: a directory, or a name on the hub.
+        device: the torch device of the model.
 
     Raises:
-        ConfigError: if the model is none of these or not whole, or it does not give one frame for every
+        ConfigError: the model is none of the three, is incomplete, or does not return one frame for every
             ``samples_per_frame`` samples.
     """
     from safetensors import SafetensorError
@@ -109,10 +110,10 @@ def load_transformers_codec(name: str, source: Path | str, device: str) -> Codec
         model = _from_directory_or_hub(name, source)
     # Half-precision weights become float32, so that codes differ less between machines.
     model = model.float().eval().requires_grad_(False)
-    # DAC has no such number: it is for one channel.
+    # The configuration of DAC has no such key, as it always has one channel.
     if (channels := getattr(model.config, "audio_channels", 1)) != 1:
         raise ConfigError(
-            f"{name} encodes {channels} channels, and all audio here is mono: use another codec", code="bad_model"
+            f"{name} encodes {channels} channels, but all audio here is mono: use another codec", code="bad_model"
         )
     facts, options = _describe(model, name)
     spec = CodecSpec(
@@ -171,10 +172,10 @@ def _quiet_transformers() -> Iterator[None]:
 
 
 def _encodec_min_frames(config: Any) -> int:
-    """Return the number of frames from which on a causal EnCodec does not see the padding.
+    """Return the minimum number of frames for which a causal EnCodec ignores the padding on the right.
 
-    It pads on the left with a mirror image of what comes first, and so looks ahead by the length of that padding: an
-    item shorter than it shows its right padding to the model.
+    EnCodec pads on the left with a mirror image of the first samples, which makes it look ahead by the length of this
+    padding. If an item is shorter than that, its right padding becomes visible to the model.
     """
     if config.pad_mode != "reflect":
         return 0

@@ -338,7 +338,7 @@ def _choose(
         candidates=np.array([chooser.long_enough(one.segment.duration) for one in utterances], dtype=bool),
         best=np.array(best, dtype=np.float64),
         weights=records.sample.weights[[one.index for one in utterances]],
-        reference=encoder_family(match).strangers,
+        reference=encoder_family(match).cross_speaker_similarities,
     )
 
 

@@ -1,4 +1,4 @@
-"""Encoding of samples: what comes back, the same bytes every time, and what a format cannot hold."""
+"""Encoding of samples: round trips, reproducible bytes, and limits of formats."""
 
 import io
 import subprocess
@@ -17,7 +17,7 @@ from sharmill.audio.files import decode_bytes, probe_bytes
 from sharmill.errors import ConfigError
 
 
-def test_flac_has_the_bytes_that_libsndfile_makes_of_floats():
+def test_flac_has_the_bytes_of_libsndfile_for_floats():
     edges = (np.arange(-40000, 40000) + 0.5) / 32768
     samples = np.concatenate([edges, np.random.default_rng(3).uniform(-1.2, 1.2, 20000)]).astype(np.float32)
     expected = io.BytesIO()
@@ -46,7 +46,7 @@ def test_overshoot_is_clipped(format):
         np.testing.assert_array_equal(decoded, np.array([32767 / 32768, -1], np.float32))
 
 
-def test_encoders_write_the_same_bytes_in_every_process_and_at_every_time():
+def test_encoded_bytes_do_not_depend_on_process_and_time():
     script = """
 import hashlib, sys, numpy as np
 from sharmill.audio.encoding import ENCODERS, encode
@@ -57,7 +57,7 @@ for format in ENCODERS:
     outputs = set()
     start = int(time.time())
     for second in range(2):
-        while int(time.time()) < start + 2 * second:  # another second of the clock: headers with a date would differ
+        while int(time.time()) < start + 2 * second:  # until the next second: a date in a header would differ
             time.sleep(0.05)
         result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
         outputs.add(result.stdout)
@@ -73,12 +73,12 @@ for format in ENCODERS:
         ("aac", 16000, ["aac", "flac, wav, mp3, opus"]),
     ],
 )
-def test_rates_that_a_format_cannot_hold_are_a_configuration_error(format, rate, says):
+def test_unsupported_rates_are_a_configuration_error(format, rate, says):
     with raises(ConfigError, "bad_config_value", *says):
         encode(speech_like(100, rate), rate, format)
 
 
-def test_what_cannot_be_encoded():
+def test_unusable_audio_is_refused():
     assert reason_of(encode, np.zeros(0, np.float32), 16000, "flac") == "empty_audio"
     assert reason_of(encode, np.array([0, np.nan], np.float32), 16000, "flac") == "non_finite_audio"
     with pytest.raises(ValueError, match="shape"):

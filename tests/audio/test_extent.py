@@ -1,4 +1,4 @@
-"""Audio of which a header states a part: all of it is read, or the record is rejected."""
+"""Files whose headers cover only a part of the audio: all of it is read, or the record is rejected."""
 
 import io
 import struct
@@ -21,7 +21,7 @@ FORM = {form.name: form for form in FORMS}
 
 
 def mp3(seconds: float = 2.0, rate: int = 16000, seed: int = 0) -> bytes:
-    """An MP3 of variable bit rate whose Xing frame states its length."""
+    """An MP3 with variable bit rate, whose Xing frame states its length."""
     options = {"bitrate_mode": "VARIABLE", "compression_level": 0.5}
     return container(voice(seconds, rate, seed=seed), rate, *MP3, **options)
 
@@ -60,7 +60,7 @@ def two_streams() -> bytes:
     return stream.getvalue()
 
 
-# Files of 2 s, or of 2 s and 3 s one behind the other.
+# Files of 2 s, or concatenations of 2 s and 3 s.
 JOINED = {
     "mp3": lambda: mp3() + mp3(3.0),
     "mp3 with tags between": lambda: ID3V2 + mp3() + TAGS + ID3V2 + mp3(3.0) + TAGS,
@@ -68,7 +68,7 @@ JOINED = {
     "opus": lambda: with_serial(recording(*OPUS), 1) + with_serial(container(voice(3.0), 16000, *OPUS), 2),
     "vorbis": lambda: recording("OGG", "VORBIS") + container(voice(3.0), 16000, "OGG", "VORBIS"),
 }
-# The sizes are never written, or the number of samples is.
+# Formats that omit the sizes or the number of samples.
 UNSTATED = {
     "flac": lambda: flac_claiming(0),
     "mp3 of variable bit rate": lambda: without_xing(mp3()),
@@ -106,7 +106,7 @@ def test_opus_of_an_odd_rate_decodes_at_48_khz(rate):
     assert (info.sampling_rate, info.num_samples) == (48000, 96000)
 
 
-# What no decoder reads as a whole, and the reason of the reject.
+# Files that no decoder reads completely, with the reason of the reject.
 REFUSED = {
     "wav behind wav": (lambda: wav() + wav(), "duration_mismatch"),
     "wav that states less": (lambda: wav(data_size=20000), "duration_mismatch"),
@@ -127,12 +127,12 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("make", "reason"), REFUSED.values(), ids=REFUSED)
-def test_a_part_of_a_file_is_never_read_for_all(make, reason):
+def test_an_incompletely_readable_file_is_rejected(make, reason):
     pytest.importorskip("av")
     assert reason_of(decode_bytes, make()) == reason
 
 
-def test_what_is_behind_the_audio_is_said():
+def test_bytes_after_the_audio_are_reported():
     with pytest.raises(RejectRecord, match="has 44,000 bytes after the audio that its header states"):
         probe_bytes(wav(data_size=20000))
 
@@ -141,7 +141,7 @@ def test_what_is_behind_the_audio_is_said():
 @pytest.mark.parametrize(
     "behind", [bytes(3000), b"TAG" + b"a" * 125, TAGS, ID3V2], ids=["zeros", "ID3v1", "APE", "ID3v2"]
 )
-def test_tags_and_padding_are_no_audio(format, behind):
+def test_tags_and_padding_do_not_count_as_audio(format, behind):
     data = recording(format, {"MP3": "MPEG_LAYER_III", "OGG": "OPUS"}.get(format, "PCM_16"))
     info = probe_bytes(data + behind)
     assert (info, info.common) == (probe_bytes(data), True)
@@ -151,17 +151,17 @@ def test_tags_and_padding_are_no_audio(format, behind):
 @pytest.mark.parametrize(
     "after", [chunk(b"LIST", b"INFO" + bytes(9)), chunk(b"bext", bytes(602)), b"LIST\xff\0\0\0abc"]
 )
-def test_chunks_behind_the_samples_are_no_audio(after):
+def test_chunks_after_the_samples_do_not_count_as_audio(after):
     info = probe_bytes(wav(after=after))
     assert (info.num_samples, info.common) == (32000, True)
     assert reason_of(probe_bytes, wav(b"", after=after)) == "empty_audio"
 
 
-def test_sizes_that_wrapped_beyond_4_gib(tmp_path):
+def test_sizes_wrapped_around_at_4_gib(tmp_path):
     path, frames = tmp_path / "a.wav", 1 << 30
     with path.open("wb") as file:
         file.write(wav(b"", channels=2, data_size=4 * (frames + 16000) & 0xFFFFFFFF))
-        file.truncate(44 + 4 * frames)  # without blocks on disk
+        file.truncate(44 + 4 * frames)  # a sparse file
         file.seek(44 + 4 * frames)
         file.write(np.repeat(np.frombuffer(pcm(1.0), "<i2"), 2).tobytes())
     assert (probe(path).num_samples, probe(path).exact_seeks) == (frames + 16000, True)
@@ -169,7 +169,7 @@ def test_sizes_that_wrapped_beyond_4_gib(tmp_path):
 
 
 @pytest.mark.parametrize("duration", [..., 11.0])
-def test_a_dataset_has_all_of_joined_files(tmp_path, duration):
+def test_a_dataset_contains_all_of_concatenated_files(tmp_path, duration):
     pytest.importorskip("av")
     audio = tmp_path / "audio"
     audio.mkdir()

@@ -1,4 +1,4 @@
-"""Audio that libsndfile does not read: by FFmpeg, and SPHERE by sph2pipe."""
+"""Audio that libsndfile does not read, decoded by FFmpeg or, for some SPHERE files, by sph2pipe."""
 
 import io
 import re
@@ -24,7 +24,7 @@ FORM = {form.name: form for form in FORMS}
 
 
 def film() -> bytes:
-    """An MP4 that has pictures and no sound."""
+    """An MP4 with video only."""
     import av
 
     stream = io.BytesIO()
@@ -40,9 +40,9 @@ def film() -> bytes:
 
 
 def sphere(samples: np.ndarray, rate: int, coding: str) -> bytes:
-    """A SPHERE file (NIST) of values (n, channels) that version 2 of shorten has compressed, as differences.
+    """A SPHERE file (NIST) with values (n, channels), compressed like by version 2 of shorten.
 
-    It is an encoder of the little that tests need: one block, and numbers in Rice's code.
+    The encoder is minimal: it writes a single block of differences in Rice code.
     """
     channels, num_bytes = samples.shape[1], 1 if coding == "ulaw" else 2
     coding += ",embedded-shorten-v2.00"
@@ -74,7 +74,7 @@ REJECTED = {"unreadable_audio", "duration_mismatch", "empty_audio"}
 
 
 def outcome(data: bytes) -> str:
-    """The reason of the reject, or "read"."""
+    """Return the reason of the reject, or "read"."""
     try:
         decode_bytes(data)
     except RejectRecord as reject:
@@ -83,7 +83,7 @@ def outcome(data: bytes) -> str:
 
 
 @pytest.mark.parametrize("form", FORMS, ids=[form.name for form in FORMS])
-def test_header_and_samples_are_those_of_the_whole(tmp_path, form):
+def test_header_and_samples_match_the_whole_file(tmp_path, form):
     path = write(tmp_path / "a.wav", encode(form))
     info = probe(path)
     assert (info.format, info.channels, info.exact_seeks, info.common) == (form.format, form.channels, False, False)
@@ -98,7 +98,7 @@ def test_header_and_samples_are_those_of_the_whole(tmp_path, form):
     np.testing.assert_array_equal(decode_bytes(path.read_bytes(), 777, channel=channel)[0], whole[777:])
 
 
-def test_without_pyav_the_reject_says_what_to_install(monkeypatch):
+def test_without_pyav_the_reject_names_the_package(monkeypatch):
     data = encode(FORM["m4a"], speech_like(22222, 16000))
     monkeypatch.setitem(sys.modules, "av", None)
     with raises(RejectRecord, "unreadable_audio", 'pip install "sharmill[formats]"'):
@@ -116,7 +116,7 @@ def test_without_pyav_the_reject_says_what_to_install(monkeypatch):
         ("wav of g722", 0.5),
     ],
 )
-def test_what_is_cut_off_is_rejected(name, share):
+def test_truncated_files_are_rejected(name, share):
     data = encode(FORM[name])
     reason = reason_of(decode_bytes, data[: int(len(data) * share)])
     assert reason in ("unreadable_audio", "duration_mismatch")
@@ -125,7 +125,7 @@ def test_what_is_cut_off_is_rejected(name, share):
 @pytest.mark.parametrize(
     "header", [{"channels": 0, "block": 2}, {"bits": 0, "block": 2}, {"rate": 0}, {"kind": 0x9999}]
 )
-def test_a_wav_that_ffmpeg_does_not_help_is_rejected_as_libsndfile_does(header):
+def test_a_wav_unknown_to_ffmpeg_gets_the_error_of_libsndfile(header):
     data = wav(**header)
     with pytest.raises(sf.LibsndfileError) as said:
         sf.info(io.BytesIO(data))
@@ -135,7 +135,7 @@ def test_a_wav_that_ffmpeg_does_not_help_is_rejected_as_libsndfile_does(header):
 
 
 @pytest.mark.parametrize("name", ["m4a", "adts", "webm", "3gp"])
-def test_damage_in_the_middle_is_no_other_error(name):
+def test_damage_in_the_middle_gives_a_reject_or_samples(name):
     data = encode(FORM[name])
     middle = len(data) // 2
     for seed in range(5):
@@ -143,13 +143,13 @@ def test_damage_in_the_middle_is_no_other_error(name):
         assert outcome(data[:middle] + noise + data[middle + 400 :]) in {"read", *REJECTED}
 
 
-def test_film_without_sound():
+def test_a_video_without_sound_is_rejected():
     with raises(RejectRecord, "unreadable_audio", "no audio"):
         probe_bytes(film())
 
 
 @pytest.mark.parametrize("codec", [b"drms", b"enca"])
-def test_encrypted_audio(codec):
+def test_encrypted_audio_is_rejected(codec):
     data = encode(FORM["m4a"])
     begin, end = data.index(b"mdat") + 4, data.index(b"moov") - 4
     scrambled = data[:begin] + bytes(byte ^ 0x5A for byte in data[begin:end]) + data[end:]
@@ -157,9 +157,9 @@ def test_encrypted_audio(codec):
     assert outcome(scrambled.replace(b"mp4a", codec)) in REJECTED
 
 
-def test_unknown_codec():
+def test_an_unknown_codec_is_rejected():
     data = encode(FORM["m4a"])
-    place = data.index(b"\x40\x15", data.index(b"esds"))  # MPEG-4 audio, in a stream of audio
+    place = data.index(b"\x40\x15", data.index(b"esds"))  # MPEG-4 audio in an audio stream
     data = data[:place] + b"\xd0" + data[place + 1 :]
     with raises(RejectRecord, "unreadable_audio", "codec"):
         probe_bytes(data.replace(b"mp4a", b"xxxx"))
@@ -176,7 +176,7 @@ PLAYLISTS = {
 
 @pytest.mark.parametrize("kind", PLAYLISTS)
 @pytest.mark.parametrize("disguise", [b"", b"\0\0\0\x20ftypM4A \0\0\0\0", b"#!AMR\n", b"\x1a\x45\xdf\xa3"])
-def test_playlists_and_texts_reach_no_other_file(tmp_path, kind, disguise):
+def test_playlists_and_texts_open_no_other_file(tmp_path, kind, disguise):
     song = write(tmp_path / "song.m4a", encode(FORM["m4a"]))
     text = disguise + PLAYLISTS[kind].replace(b"{path}", str(song).encode())
     for name in ("list.m4a", "list.m3u8", "list.ffconcat"):
@@ -184,7 +184,7 @@ def test_playlists_and_texts_reach_no_other_file(tmp_path, kind, disguise):
 
 
 def test_samples_in_another_file_are_not_fetched(tmp_path):
-    """A QuickTime file may say that its samples lie elsewhere."""
+    """A QuickTime file may refer to samples in another file."""
     song = write(tmp_path / "song.mov", encode(FORM["mov of 16 bits"]))
     data = encode(FORM["mov of 16 bits"], np.zeros(48077, dtype=np.float32))
     place = data.index(b"url \0\0\0\x01") - 4
@@ -204,7 +204,7 @@ def test_huge_tables_take_no_memory_and_no_time(box):
     data = bytearray(encode(FORM["m4a"]))
     place = data.index(box) + (12 if box == b"stsz" else 8)
     data[place : place + 4] = struct.pack(">I", 0x7FFFFFFF)
-    # The peak begins anew: that of other tests of this process would hide the one of this.
+    # Reset the peak, which earlier tests in this process may have raised.
     Path("/proc/self/clear_refs").write_text("5")
     before = peak_of_memory()
     assert outcome(bytes(data)) in {"read", *REJECTED}
@@ -212,7 +212,7 @@ def test_huge_tables_take_no_memory_and_no_time(box):
 
 
 def peak_of_memory() -> int:
-    """Return the highest resident memory of this process, in KiB."""
+    """Return the peak resident memory of this process in KiB."""
     return int(re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())[1])
 
 
@@ -220,7 +220,7 @@ RATE, COUNT = 8000, 20077
 
 
 STAND_IN = """#!/bin/sh
-# A stand-in for sph2pipe: it copies a WAV, and notes its arguments.
+# A stand-in for sph2pipe, which copies a WAV and records its arguments.
 echo "$@" > {folder}/arguments
 [ "$1 $2 $3" = "-p -f wav" ] && [ -f "$4" ] || exit 9
 {does}
@@ -229,13 +229,13 @@ echo "$@" > {folder}/arguments
 
 @pytest.fixture
 def mu_law() -> bytes:
-    """A SPHERE file of mu-law in shorten's type 8; the stand-in does not look into it."""
+    """A SPHERE file with mu-law in shorten's type 8; the stand-in ignores its content."""
     return sphere(np.zeros((COUNT, 1)), RATE, "ulaw")
 
 
 @pytest.fixture
 def stand_in(tmp_path, monkeypatch):
-    """Returns a function: shell commands -> puts a stand-in for sph2pipe on PATH, and returns the samples it gives."""
+    """Return a function that puts a stand-in for sph2pipe with shell commands on PATH, and returns its samples."""
     samples = (speech_like(COUNT, RATE) * 32767).astype(np.int16)
     sf.write(tmp_path / "decompressed.wav", samples, RATE)
 
@@ -250,7 +250,7 @@ def stand_in(tmp_path, monkeypatch):
     return make
 
 
-def test_mu_law_goes_through_sph2pipe(mu_law, stand_in, tmp_path):
+def test_mu_law_is_decoded_by_sph2pipe(mu_law, stand_in, tmp_path):
     expected = stand_in()
     info = probe_bytes(mu_law)
     assert (info.sampling_rate, info.num_samples, info.channels, info.format) == (RATE, COUNT, 1, "shn")
@@ -259,7 +259,7 @@ def test_mu_law_goes_through_sph2pipe(mu_law, stand_in, tmp_path):
     np.testing.assert_array_equal(decode_bytes(mu_law, 5000, 4001)[0], expected[5000:9001])
 
 
-def test_the_name_of_a_file_is_no_argument(mu_law, stand_in, tmp_path, monkeypatch):
+def test_the_name_of_a_file_is_not_passed_as_an_argument(mu_law, stand_in, tmp_path, monkeypatch):
     expected = stand_in()
     monkeypatch.chdir(tmp_path)
     for name in ("-f.sph", "$(touch x).sph", "a b;c.sph"):
@@ -268,7 +268,7 @@ def test_the_name_of_a_file_is_no_argument(mu_law, stand_in, tmp_path, monkeypat
     assert not (tmp_path / "x").exists()
 
 
-def test_without_sph2pipe_the_record_is_rejected_with_the_remedy(mu_law, tmp_path, monkeypatch):
+def test_without_sph2pipe_the_reject_names_the_remedy(mu_law, tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     with raises(RejectRecord, "unreadable_audio", "install sph2pipe"):
         decode_bytes(mu_law)
@@ -283,13 +283,13 @@ def test_without_sph2pipe_the_record_is_rejected_with_the_remedy(mu_law, tmp_pat
         ("head -c 30000 {folder}/decompressed.wav", "duration_mismatch", f"of {COUNT} samples"),
     ],
 )
-def test_what_goes_wrong_in_it_rejects_the_record(mu_law, stand_in, does, reason, said):
+def test_errors_of_sph2pipe_reject_the_record(mu_law, stand_in, does, reason, said):
     stand_in(does)
     with raises(RejectRecord, reason, said):
         decode_bytes(mu_law)
 
 
-def test_one_that_does_not_end_is_ended(mu_law, stand_in):
+def test_a_hanging_sph2pipe_is_killed(mu_law, stand_in):
     stand_in("exec sleep 60")
     decoder = Sph2pipeDecoder(AudioBytes("a.sph", mu_law), timeout=0.5)
     with pytest.raises(RejectRecord, match=r"within 0\.5 s"):
@@ -297,7 +297,7 @@ def test_one_that_does_not_end_is_ended(mu_law, stand_in):
 
 
 @pytest.mark.parametrize("channels", [1, 2])
-def test_pcm_goes_through_ffmpeg(channels):
+def test_pcm_in_sphere_is_decoded_by_ffmpeg(channels):
     pcm = (speech_like(COUNT, RATE) * 32767).astype(np.int16)
     pcm = np.stack([pcm, pcm[::-1]][:channels], axis=1)
     data = sphere(pcm, RATE, "pcm")

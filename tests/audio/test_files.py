@@ -1,4 +1,4 @@
-"""Reading of audio files: headers, whole files and parts of them, in every format, damaged and odd ones included."""
+"""Reading of audio files: headers, whole files and parts, in all formats, including damaged and unusual files."""
 
 import os
 import resource
@@ -22,21 +22,21 @@ from sharmill.manifest import Member
 
 
 @pytest.mark.parametrize(("name", "format", "subtype"), FORMATS)
-def test_probe_names_format_by_content_not_by_extension(tmp_path, name, format, subtype):
+def test_probe_finds_the_format_by_content(tmp_path, name, format, subtype):
     data = container(speech_like(4321, 16000), 16000, format, subtype)
     for extension in ("wav", "raw", "vox", "txt"):
         assert probe(write(tmp_path / f"a.{extension}", data)) == AudioInfo(16000, 4321, 1, name)
     assert probe_bytes(data) == AudioInfo(16000, 4321, 1, name)
 
 
-# What is damaged, how, and the reason of the reject.
+# Format, subtype, damage, and the reason of the reject.
 DAMAGED = [
     *((form, subtype, damage, "duration_mismatch") for form, subtype in (
         ("WAV", "PCM_16"), ("WAV", "FLOAT"), ("WAVEX", "PCM_24"), ("AIFF", "PCM_16"), ("AU", "PCM_16"),
         ("W64", "PCM_16"), ("RF64", "PCM_16"), ("MP3", "MPEG_LAYER_III"), ("OGG", "OPUS"), ("OGG", "VORBIS"),
     ) for damage in ("half", "last byte")),
     *(("FLAC", "PCM_16", damage, "unreadable_audio") for damage in ("half", "last byte", "zeros")),
-    # libsndfile makes up for lost pages: in Opus even the number of samples can be right.
+    # libsndfile conceals lost pages; in Opus even the number of samples can be right.
     ("OGG", "OPUS", "zeros", "unreadable_audio"),
     ("OGG", "VORBIS", "zeros", "unreadable_audio"),
     ("MP3", "MPEG_LAYER_III", "zeros", "unreadable_audio"),
@@ -72,7 +72,7 @@ def test_mp3_without_length_is_counted(rate):
         assert len(decode_bytes(dressed)[0]) == num_samples
 
 
-# libsndfile's format, subtype, rate, channels.
+# libsndfile's format and subtype, rate, channels.
 WRITTEN = {
     " ".join(map(str, row)): row
     for row in [
@@ -110,17 +110,17 @@ FORM = {form.name: form for form in FORMS}
 
 @cache
 def make(name: str) -> bytes:
-    """The file of a row of a table."""
+    """Write the audio file for a row of the table above."""
     if name in FORM:
         return encode(FORM[name])
     format, subtype, rate, channels = WRITTEN[name]
-    number = min(3 * rate, 100_000) + 78  # even: libsndfile takes the padding of 8-bit AIFF for a sample
+    number = min(3 * rate, 100_000) + 78  # even, since libsndfile reads the padding of 8-bit AIFF as a sample
     parts = [speech_like(number, rate, seed) for seed in range(channels)]
     return container(parts[0] if channels == 1 else np.stack(parts, axis=1), rate, format, subtype)
 
 
 @pytest.mark.parametrize("name", [*WRITTEN, *FORM])
-def test_parts_at_any_offsets_equal_slices_of_the_whole(tmp_path, name, monkeypatch):
+def test_parts_equal_slices_of_the_whole(tmp_path, name, monkeypatch):
     if name in FORM:
         pytest.importorskip("av")
     monkeypatch.setattr(files, "_BLOCK_SAMPLES", 5000)
@@ -149,7 +149,7 @@ def test_parts_at_any_offsets_equal_slices_of_the_whole(tmp_path, name, monkeypa
 
 
 @pytest.mark.parametrize("name", [*WRITTEN, *FORM])
-def test_the_whole_may_follow_a_part_of_it(tmp_path, name):
+def test_the_whole_file_may_be_read_after_a_part(tmp_path, name):
     if name in FORM:
         pytest.importorskip("av")
     data = make(name)
@@ -163,8 +163,8 @@ def test_the_whole_may_follow_a_part_of_it(tmp_path, name):
 
 
 @pytest.mark.parametrize("name", ["FLAC PCM_16 96000 2", "MP3 MPEG_LAYER_III 16000 1"])
-def test_damage_spoils_what_it_spoils_alone(tmp_path, name):
-    """A part is rejected or read, in a recording that is open, as it is in one that is opened for it."""
+def test_damage_affects_parts_equally_in_open_and_new_recordings(tmp_path, name):
+    """Reading a part of an open recording gives the same result as in a newly opened one."""
     data = make(name)
     middle = len(data) // 2
     path = write(tmp_path / "a", data[:middle] + bytes(3000) + data[middle + 3000 :])
@@ -185,7 +185,7 @@ def test_damage_spoils_what_it_spoils_alone(tmp_path, name):
     assert {type(one) for one in found} == {bytes, tuple}
 
 
-def test_warnings_of_libmpg123_go_to_the_log_with_the_name(tmp_path, capfd, caplog):
+def test_warnings_of_libmpg123_are_logged_with_the_name(tmp_path, capfd, caplog):
     data = recording("MP3", "MPEG_LAYER_III")
     path = write(tmp_path / "a.mp3", data[: len(data) // 2] + bytes(500) + data[len(data) // 2 :])
     with suppress(RejectRecord):
@@ -197,7 +197,7 @@ def test_warnings_of_libmpg123_go_to_the_log_with_the_name(tmp_path, capfd, capl
     assert capfd.readouterr().err == ""
 
 
-# A recording that does something as libmpg123 reads it, in a process whose output goes to a log.
+# A program whose recording runs code while libmpg123 reads it; its output goes to a log.
 IN_LIBMPG123 = """
 import ctypes, io, os, signal, sys
 from pathlib import Path
@@ -226,7 +226,7 @@ SndfileDecoder(Acting("a.mp3", Path(sys.argv[2]).read_bytes()))
     ("what", "begin"),
     [("ctypes.string_at(0)", "Fatal Python error"), ("os.kill(os.getpid(), signal.SIGUSR1)", "Current thread")],
 )
-def test_stacks_go_to_the_log_while_libmpg123_is_at_work(what, begin, tmp_path):
+def test_stacks_are_logged_while_libmpg123_works(what, begin, tmp_path):
     path = write(tmp_path / "a.mp3", recording("MP3", "MPEG_LAYER_III"))
     command = [sys.executable, "-c", IN_LIBMPG123.format(what=what), tmp_path / "rank.log", path]
     subprocess.run(command, check=False)
@@ -234,14 +234,14 @@ def test_stacks_go_to_the_log_while_libmpg123_is_at_work(what, begin, tmp_path):
 
 
 @pytest.mark.parametrize(("close", "redirect"), [("os.close(2)", ""), ("", "2>&-")])
-def test_mp3_is_read_after_the_standard_error_was_closed(close, redirect, tmp_path):
+def test_mp3_is_read_after_standard_error_was_closed(close, redirect, tmp_path):
     path = write(tmp_path / "a.mp3", recording("MP3", "MPEG_LAYER_III"))
     code = f"import os; from sharmill.audio.files import probe; {close}\nprint(probe({str(path)!r}).num_samples)"
     command = ["sh", "-c", f'exec "$0" -c "$1" {redirect}', sys.executable, code]
     assert subprocess.run(command, stdout=subprocess.PIPE, check=False).stdout == b"32000\n"
 
 
-def test_mp3_leaves_no_descriptor_open_where_there_are_too_few(tmp_path):
+def test_mp3_leaks_no_descriptor_when_they_run_out(tmp_path):
     data = recording("MP3", "MPEG_LAYER_III")
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     before = len(list(Path("/proc/self/fd").iterdir()))

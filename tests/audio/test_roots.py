@@ -1,4 +1,4 @@
-"""Audio roots: what paths and URLs stand for, what leads out of a root, and what leaves one."""
+"""Audio roots: resolution of paths and URLs, and rejection of paths outside a root."""
 
 import pytest
 from support.project import raises
@@ -35,12 +35,12 @@ def test_every_spelling_has_one_normal_form(path, expected):
      "https://host@evil/speech/a.flac", "https://host/speech%2f..%2fa.flac", "https://host/speech/..?x",
      "https://host/speech/..;x/a.flac"],
 )  # fmt: skip
-def test_what_is_outside(path):
+def test_paths_outside_are_rejected(path):
     with pytest.raises(RejectRecord, match="outside_root"):
         normalise_path(path, ROOTS)
 
 
-def test_a_file_has_one_real_name_by_whatever_root_and_link(tmp_path):
+def test_the_real_name_does_not_depend_on_root_and_link(tmp_path):
     (tmp_path / "real").mkdir()
     (tmp_path / "real/a.wav").touch()
     (tmp_path / "real/b.wav").symlink_to("a.wav")
@@ -51,7 +51,7 @@ def test_a_file_has_one_real_name_by_whatever_root_and_link(tmp_path):
     assert roots.place(1, "a.wav") == (0, "a.wav")
 
 
-def test_a_root_whose_name_begins_like_another_is_another_folder(tmp_path):
+def test_roots_with_a_common_name_prefix_are_distinct(tmp_path):
     for name in ("data", "database"):
         (tmp_path / name).mkdir()
     (tmp_path / "database/a.wav").touch()
@@ -83,7 +83,7 @@ def test_roots_are_numbered_over_all_sources(tmp_path):
 
 
 @pytest.mark.parametrize(("present", "says"), [(False, "does not exist"), (True, "is empty")])
-def test_a_root_that_is_not_mounted_is_an_error_of_the_node_for_a_rank(tmp_path, present, says):
+def test_an_unmounted_root_is_an_error_of_the_node(tmp_path, present, says):
     root = tmp_path / "audio"
     if present:
         root.mkdir()
@@ -102,7 +102,7 @@ def test_a_root_that_is_not_mounted_is_an_error_of_the_node_for_a_rank(tmp_path,
     ["%2e%2e/a.flac", "84/..%2F..%2fa.flac", ".%2E", "..\\a.flac", "..%5Ca.flac", "..?x", "84/%2e%2e;x/a.flac"],
 )
 def test_a_relative_path_cannot_leave_a_url(path, tmp_path):
-    # Of a server that nobody runs.
+    # The server does not exist.
     roots = AudioRoots.of(["http://127.0.0.1:9/84", str(tmp_path)], Cache.at(tmp_path / "copies"))
     for way_out in (lambda: roots.place(0, path), lambda: roots.locate(Segment(0, path, 0.0, 1.0, True))):
         with raises(RejectRecord, "outside_root", "leaves the audio root"):

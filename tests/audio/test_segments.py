@@ -1,4 +1,4 @@
-"""Segments of recordings: of files, of containers and of long recordings, and the forms of their samples."""
+"""Segments of files, containers and long recordings, and the types of their samples."""
 
 import io
 from contextlib import nullcontext
@@ -32,7 +32,7 @@ RATE = 16000
 
 @pytest.fixture
 def noise(tmp_path):
-    """The samples of ``a.wav``: one second of noise."""
+    """The samples of ``a.wav``, one second of noise."""
     sf.write(tmp_path / "a.wav", 0.1 * np.random.default_rng(0).normal(size=RATE), RATE)
     return sf.read(tmp_path / "a.wav", dtype="float32")[0]
 
@@ -46,12 +46,12 @@ def segment(offset, duration, *, whole_file=False):
     return Segment(0, "a.wav", offset, duration, whole_file)
 
 
-# Offset, duration, whether the record is the whole file, and the samples.
+# Offset, duration, True for a whole file, and the expected samples.
 PLACES = [
     (0.0, 1.0, False, slice(0, 16000)),
     (0.25, 0.5, False, slice(4000, 12000)),
     (0.123456, 0.1, False, slice(1975, 3575)),
-    (0.95, 0.1, False, slice(15200, 16000)),  # ends after the file, as the tolerance of prepare allows
+    (0.95, 0.1, False, slice(15200, 16000)),  # ends after the file, within the tolerance of prepare
     (0.5, 1 / RATE, False, slice(8000, 8001)),
     *((0.0, duration, True, slice(0, 16000)) for duration in (0.9, 1.0, 1.1)),
     *((offset, duration, False, None) for offset, duration in ((1.0, 0.1), (5.0, 1.0), (0.5, 0.0), (0.5, 1e-6))),
@@ -77,17 +77,17 @@ HOLDING_16_BITS = [
     (format, endian)
     for format in sorted(sf.available_formats())
     for endian in ("FILE", "LITTLE", "BIG")
-    if sf.check_format(format, "PCM_16", endian) and format not in ("RAW", "SD2")  # without a header in the file
+    if sf.check_format(format, "PCM_16", endian) and format not in ("RAW", "SD2")  # formats without a header
 ]
 
 
 @pytest.mark.parametrize("format", ENCODERS)
-def test_both_forms_of_every_value_are_encoded_to_the_same_bytes(format):
+def test_int16_and_float_values_give_the_same_bytes(format):
     assert encode(EVERY_VALUE, 16000, format) == encode(to_float(EVERY_VALUE), 16000, format)
 
 
 @pytest.mark.parametrize(("format", "endian"), HOLDING_16_BITS)
-def test_16_bits_are_decoded_as_such_to_the_floats_of_libsndfile(format, endian):
+def test_int16_samples_equal_the_floats_of_libsndfile(format, endian):
     data = container(EVERY_VALUE, 16000, format, "PCM_16", endian=endian)
     expected, _ = sf.read(io.BytesIO(data), dtype="float32")
     with open_bytes(AudioBytes("a", data)) as recording:
@@ -97,7 +97,7 @@ def test_16_bits_are_decoded_as_such_to_the_floats_of_libsndfile(format, endian)
         np.testing.assert_array_equal(recording.read(100, 5000), expected[100:5100])
 
 
-def test_a_channel_keeps_16_bits_and_a_mix_does_not():
+def test_a_channel_is_int16_and_a_mix_is_float():
     samples = np.stack([EVERY_VALUE, np.roll(EVERY_VALUE, 7)], axis=1)
     data = container(samples, 16000, "WAV", "PCM_16")
     expected, _ = sf.read(io.BytesIO(data), dtype="float32")
@@ -110,7 +110,7 @@ def test_a_channel_keeps_16_bits_and_a_mix_does_not():
 
 @pytest.mark.parametrize("rate", [None, 16000, 8000])
 @pytest.mark.parametrize("format", ["flac", "wav", "opus"])
-def test_a_segment_of_16_bits_is_stored_as_its_floats_are(tmp_path, format, rate):
+def test_int16_segments_are_stored_like_their_floats(tmp_path, format, rate):
     config, part = WriteConfig(audio_format=format, sampling_rate=rate), segment(0.25, 0.5)
     samples = speech_like(16000, 16000)
     write(tmp_path / "a.wav", container(samples, 16000, "WAV", "PCM_16"))
@@ -155,7 +155,7 @@ RECORD = {
 
 @pytest.fixture
 def packed(tmp_path):
-    """A folder with one.flac, and container.bin, which has its bytes from byte 1000 on."""
+    """A folder with one.flac, and container.bin with the same bytes from byte 1000."""
     write_tone(tmp_path / "one.flac")
     data = (tmp_path / "one.flac").read_bytes()
     (tmp_path / "container.bin").write_bytes(b"\1" * 1000 + data + b"\1" * 1000)
@@ -167,8 +167,8 @@ def check(root, **options):
     return RecordCheck(PrepareConfig(**options), [], AudioRoots.of([root]), [source], [source.speaker_rule("d")], key)
 
 
-class TestSegments:
-    def test_of_names_that_lead_out_of_the_container_are_rejected(self, packed):
+class TestMembers:
+    def test_names_that_lead_out_of_the_root_are_rejected(self, packed):
         root, member = packed
         for name in ("container.bin/../../one.flac", "container.bin/../one.flac", "one.flac", "container.bin2/a"):
             with raises(RejectRecord, "outside_root"):
@@ -177,13 +177,13 @@ class TestSegments:
     @pytest.mark.parametrize(
         ("change", "reason"), [({"size": 10**9}, "unreadable_audio"), ({"container": "x"}, "missing_audio")]
     )
-    def test_beyond_the_end_or_without_container_are_rejected(self, change, reason, packed):
+    def test_members_beyond_the_end_or_without_container(self, change, reason, packed):
         root, member = packed
         place = Segment(0, "container.bin/one.flac", 0.0, 2.0, True, member=member._replace(**change))
         with raises(RejectRecord, reason, change.get("container", "container.bin")):
             SegmentReader(AudioRoots.of([root]), 0.1).read(place)
 
-    def test_are_noticed_where_the_container_changed_since(self, packed):
+    def test_a_changed_container_is_detected(self, packed):
         root, member = packed
         utterance = check(root)(RECORD, 0, member)
         reader = SegmentReader(AudioRoots.of([root]), 0.1)
@@ -199,7 +199,7 @@ SECONDS = 60
 
 
 class FirstSamples:
-    """An encoder whose embedding is samples of the audio itself."""
+    """An encoder whose embeddings are samples of the audio."""
 
     sampling_rate = 8000
     embedding_size = 64
@@ -211,7 +211,7 @@ class FirstSamples:
 
 @pytest.fixture(params=["flac", "mp3", "ogg", "mp3 in a container", "flac in a container"])
 def segments(request, tmp_path) -> list[Segment]:
-    """Segments of a minute in no order: some overlap, one is the whole minute, one has nothing but its begin."""
+    """Unordered segments of a minute: some overlap, one is the whole minute, one contains only its beginning."""
     name, _, place = request.param.partition(" ")
     format, subtype = {"flac": ("FLAC", "PCM_16"), "mp3": ("MP3", "MPEG_LAYER_III"), "ogg": ("OGG", "VORBIS")}[name]
     data = container(speech_like(SECONDS * RATE, RATE), RATE, format, subtype)
@@ -226,7 +226,7 @@ def segments(request, tmp_path) -> list[Segment]:
 
 @pytest.fixture
 def seen(monkeypatch) -> dict[str, list]:
-    """The files that are opened, and the samples at which parts begin."""
+    """Record the files that are opened, and the first samples of parts."""
     seen: dict[str, list] = {"opened": [], "starts": []}
     open_audio, read = files.open_audio, Recording.read_stored
 
@@ -244,7 +244,7 @@ def seen(monkeypatch) -> dict[str, list]:
 
 
 def read_alone(root, segments, seen):
-    """A reader, and what it gives of each segment by itself: its audio or its reject."""
+    """Return a reader, and its audio or reject for each segment alone."""
     reader, found = SegmentReader(AudioRoots.of([root])), []
     for segment in segments:
         try:

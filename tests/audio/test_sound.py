@@ -1,4 +1,4 @@
-"""Measures of the sound of segments, and resampling."""
+"""Acoustic measures of segments, and resampling."""
 
 import hashlib
 from concurrent.futures import ThreadPoolExecutor
@@ -18,7 +18,7 @@ from sharmill.errors import RejectRecord
 
 
 def babble(rate: int, seconds: float = 4.0, seed: int = 0) -> np.ndarray:
-    """Noise in bursts of 0.2 s with pauses between them, full band, falling by 30 dB to its top."""
+    """Full-band noise in bursts of 0.2 s with pauses; its spectrum falls by 30 dB to the highest frequency."""
     rng = np.random.default_rng(seed)
     spectrum = np.fft.rfft(rng.standard_normal(round(rate * seconds)))
     spectrum *= 10 ** (-1.5 * np.linspace(0, 1, len(spectrum)))
@@ -28,7 +28,7 @@ def babble(rate: int, seconds: float = 4.0, seed: int = 0) -> np.ndarray:
 
 
 def low_passed(samples: np.ndarray, rate: int, top: int) -> np.ndarray:
-    """Audio that was stored at a rate of twice ``top``, in 16 bits."""
+    """Audio after storage in 16 bits at a rate of twice ``top``."""
     again = soxr.resample(soxr.resample(samples, rate, 2 * top), 2 * top, rate)
     return (np.rint(again * 32768) / 32768).astype(np.float32)
 
@@ -76,7 +76,7 @@ def test_segment_bounds_round_like_lhotse(offset, duration, rate):
 
 @pytest.mark.parametrize("bad", [-0.1, float("nan"), float("inf")])
 @pytest.mark.parametrize("times", [lambda bad: (bad, 1.0), lambda bad: (0.0, bad)], ids=["offset", "duration"])
-def test_segment_bounds_refuse_what_is_no_time(bad, times):
+def test_segment_bounds_refuse_invalid_times(bad, times):
     with pytest.raises(ValueError, match="not a segment"):
         segment_bounds(*times(bad), 8000)
 
@@ -118,14 +118,14 @@ def test_resample_does_not_depend_on_threads(one_torch_thread):
 
 @settings(max_examples=examples(150), deadline=None)
 @given(st.integers(0, 30000), st.sampled_from(RATES), st.sampled_from(RATES))
-def test_resampled_length_is_what_resample_returns(num_samples, from_rate, to_rate):
+def test_resampled_length_matches_resample(num_samples, from_rate, to_rate):
     resampled = resample(np.zeros(num_samples, dtype=np.float32), from_rate, to_rate)
     assert len(resampled) == resampled_length(num_samples, from_rate, to_rate)
 
 
 @settings(max_examples=examples(300), deadline=None)
 @given(st.integers(1, 10**9), st.sampled_from(RATES), st.sampled_from(RATES))
-def test_resampled_length_is_that_of_lhotse(num_samples, from_rate, to_rate):
+def test_resampled_length_matches_lhotse(num_samples, from_rate, to_rate):
     from lhotse import Recording
 
     recording = Recording("a", [], from_rate, num_samples, num_samples / from_rate, channel_ids=[0])
@@ -133,20 +133,20 @@ def test_resampled_length_is_that_of_lhotse(num_samples, from_rate, to_rate):
 
 
 def error_db(resampling: str, frequency: float) -> float:
-    """The error of a tone resampled from 22.05 to 16 kHz, against the tone at 16 kHz, away from the ends."""
+    """Return the error of a tone resampled from 22.05 to 16 kHz, compared with a tone at 16 kHz, without the ends."""
     tones = [np.sin(2 * np.pi * frequency * np.arange(2 * rate) / rate).astype(np.float32) for rate in (22050, 16000)]
     found, expected = resample(tones[0], 22050, 16000, resampling)[4000:28000], tones[1][4000:28000]
     return 10 * np.log10(np.square(found - expected).mean() / np.square(expected).mean())
 
 
 @pytest.mark.parametrize(("resampling", "worst"), [("soxr", -100), ("kaiser", -85), ("sinc", -50)])
-def test_what_an_encoder_hears_has_the_error_that_the_documentation_says(resampling, worst):
+def test_resampling_for_an_encoder_has_the_documented_error(resampling, worst):
     assert max(error_db(resampling, frequency) for frequency in (100, 1000, 4000)) < worst
     assert (error_db(resampling, 7000) < -60) == (resampling != "sinc")
 
 
 @pytest.mark.parametrize("resampling", ["soxr", "kaiser", "sinc"])
-def test_resampling_for_an_encoder_leaves_its_input_and_equal_rates_alone(resampling):
+def test_resampling_for_an_encoder_keeps_input_and_equal_rates(resampling):
     samples = speech_like(1000, 16000)
     samples.flags.writeable = False
     assert resample(samples, 16000, 16000, resampling) is samples

@@ -10,7 +10,7 @@ from sharmill.models.nemo_models import quiet_nemo
 
 @pytest.fixture(scope="session")
 def checkpoints(tmp_path_factory):
-    """Paths by kind: nemo_speaker, nemo_speaker_unmasked, nemo_codec, nemo_codec_noncausal, encodec, mimi, dac."""
+    """Return paths by kind: nemo_speaker(_unmasked), nemo_codec(_noncausal), encodec, mimi, dac."""
 
     root = tmp_path_factory.mktemp("checkpoints")
     logging.getLogger("transformers").setLevel(logging.ERROR)

@@ -1,4 +1,4 @@
-"""Batches by padded length, canonical batches, and long segments in pieces."""
+"""Batches by padded length, canonical batches, and the division of long segments."""
 
 from collections import defaultdict
 
@@ -24,7 +24,7 @@ LENGTHS = st.lists(st.integers(0, 50) | st.floats(0, 50), max_size=60)
 
 
 @given(LENGTHS, st.floats(0.1, 200), st.just(0.0) | st.floats(0, 60))
-def test_batches_have_every_item_once_and_are_as_full_as_allowed(lengths, max_padded, equal_below):
+def test_batches_contain_every_item_once_and_are_full(lengths, max_padded, equal_below):
     batches = padded_batches(lengths, max_padded, equal_below=equal_below)
     order = [index for batch in batches for index in batch]
     assert order == sorted(range(len(lengths)), key=lambda index: (-lengths[index], index))
@@ -39,14 +39,14 @@ FRAMES = st.lists(st.integers(1, 3000), max_size=40)
 
 
 @given(st.integers(1, 100_000))
-def test_a_canonical_length_is_not_less_and_hardly_more(num_frames):
+def test_a_canonical_length_is_slightly_greater_or_equal(num_frames):
     length = canonical_length(num_frames)
     assert num_frames <= length <= num_frames * 17 / 16
     assert canonical_length(length) == length
 
 
 @given(FRAMES, st.floats(0, 5000), st.booleans())
-def test_canonical_batches_have_every_item_once_and_one_size_each(frames, max_frames, equal_only):
+def test_canonical_batches_contain_every_item_once_at_one_size(frames, max_frames, equal_only):
     batches = canonical_batches(frames, max_frames, equal_only=equal_only)
     assert sorted(index for batch in batches for index in batch.items) == list(range(len(frames)))
     sizes = defaultdict(set)
@@ -58,13 +58,13 @@ def test_canonical_batches_have_every_item_once_and_one_size_each(frames, max_fr
     assert all(len(found) == 1 for found in sizes.values())
 
 
-def test_rows_beyond_the_items_are_silence_of_the_same_length():
+def test_rows_beyond_the_items_are_silence_of_equal_length():
     audio, lengths = Batch([0], 3, 2, as_one_length=True).fill([np.ones(5, np.float32)], 2)
     assert audio.tolist() == [[1, 1, 1, 1, 1, 0], [0] * 6]
     assert lengths.tolist() == [6, 6]
 
 
-# What is after the colon, or the fixture's name of a checkpoint.
+# The part of a model name after the colon, or the kind of a checkpoint.
 BOUNDED = {"builtin": (4, 0), "nemo_codec": (4, 0), "nemo_codec_noncausal": (2, 2), "dac": (8, 8)}
 
 
@@ -77,7 +77,7 @@ def named(kind, checkpoints):
 
 
 @pytest.mark.parametrize("kind", [*BOUNDED, *UNBOUNDED])
-def test_canonical_codes_are_those_beside_any_neighbours_bit_for_bit(checkpoints, kind):
+def test_canonical_codes_are_bit_identical_beside_any_items(checkpoints, kind):
     codec = load_codec(named(kind, checkpoints))
     lengths = [9000, 9010, 9100, 8960, 4000, 700, 60, 9005]
     audio, num_samples = make_audio(lengths)
@@ -99,7 +99,7 @@ def test_canonical_codes_are_those_beside_any_neighbours_bit_for_bit(checkpoints
 
 
 @given(st.integers(0, 20), st.integers(0, 20), st.integers(1, 50), st.integers(1, 500))
-def test_pieces_keep_the_segment_with_all_that_it_depends_on(before, after, own, more):
+def test_pieces_include_all_frames_with_their_dependencies(before, after, own, more):
     pieces = Pieces(length=before + after + own, before=before, after=after)
     num_frames = pieces.length + more
     divided = pieces.divide(num_frames)
@@ -111,12 +111,12 @@ def test_pieces_keep_the_segment_with_all_that_it_depends_on(before, after, own,
 
 
 @pytest.mark.parametrize("kind", BOUNDED)
-def test_the_codes_of_pieces_are_those_of_the_whole(kind, checkpoints):
+def test_the_codes_of_pieces_equal_those_of_the_segment(kind, checkpoints):
     codec = load_codec(named(kind, checkpoints))
     assert isinstance(codec, CodecBackend)
     assert codec.find_reach() == BOUNDED[kind]
     before, after = BOUNDED[kind]
-    # Shorter pieces than those of a run, so that there are many ends.
+    # Shorter pieces than in a run give more boundaries.
     pieces = Pieces(length=before + after + 40, before=before, after=after)
     samples = voice(400.4 * codec.samples_per_frame / codec.sampling_rate, codec.sampling_rate)
     whole = codec.encode(torch.from_numpy(samples)[None], torch.tensor([len(samples)]))[0].numpy()
@@ -126,6 +126,6 @@ def test_the_codes_of_pieces_are_those_of_the_whole(kind, checkpoints):
 
 
 @pytest.mark.parametrize("kind", UNBOUNDED)
-def test_segments_of_codecs_without_a_known_reach_are_not_cut(kind, checkpoints):
+def test_codecs_without_a_known_reach_have_no_pieces(kind, checkpoints):
     assert find_pieces(load_codec(named(kind, checkpoints))) is None
     assert find_pieces(ToyCodec()) is None

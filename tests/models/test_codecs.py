@@ -1,4 +1,4 @@
-"""Codecs loaded from real checkpoints, against the models themselves."""
+"""Codecs loaded from real checkpoints, compared with the original models."""
 
 import tarfile
 
@@ -19,7 +19,7 @@ KINDS = {
     "mimi": "transformers",
     "dac": "transformers",
 }
-# A tie between two codes is decided by the last bit, which the shape of a batch can change.
+# The last bit, which depends on the shape of a batch, decides a tie between two codes.
 MIN_AGREEMENT = 0.998
 
 
@@ -38,7 +38,7 @@ def codec(request, codecs):
 
 
 def agreement(codec, audio, num_samples) -> float:
-    """Share of codes that are the same for items encoded together and alone."""
+    """Return the share of codes that are equal for items encoded together and alone."""
     together = codec.encode(audio, num_samples)
     same = total = 0
     for item, length in enumerate(num_samples):
@@ -69,7 +69,7 @@ def test_codes_do_not_depend_on_batch_neighbours(codec):
 
 
 @pytest.mark.parametrize("kind", ["nemo_codec", "nemo_codec_noncausal"])
-def test_nemo_codes_and_audio_are_those_of_the_model(codecs, checkpoints, kind):
+def test_nemo_codes_and_audio_equal_those_of_the_model(codecs, checkpoints, kind):
     from nemo.collections.tts.models import AudioCodecModel
 
     with quiet_nemo():
@@ -86,7 +86,7 @@ def test_nemo_codes_and_audio_are_those_of_the_model(codecs, checkpoints, kind):
 
 
 @pytest.mark.parametrize("kind", ["encodec", "mimi", "dac"])
-def test_transformers_codes_and_audio_are_those_of_the_model(codecs, checkpoints, kind):
+def test_transformers_codes_and_audio_equal_the_model(codecs, checkpoints, kind):
     from transformers import AutoModel
 
     model = AutoModel.from_pretrained(checkpoints[kind]).eval()
@@ -103,14 +103,14 @@ def test_transformers_codes_and_audio_are_those_of_the_model(codecs, checkpoints
     assert torch.allclose(decoded[:, : expected.shape[1]], expected, atol=1e-6)
 
 
-def test_indices_outside_the_codebook_fail_their_unit(checkpoints):
+def test_indices_outside_the_codebook_fail_the_unit(checkpoints):
     codec = load_codec(f"nemo:{checkpoints['nemo_codec']}")
     codec.codebook_size = 5
     with raises(UnitFailed, "bad_codes", "5"):
         codec.encode(*models.make_audio([3200]))
 
 
-def test_another_number_of_frames_is_fatal(checkpoints):
+def test_a_wrong_number_of_frames_is_fatal(checkpoints):
     codec = load_codec(f"nemo:{checkpoints['nemo_codec']}")
     codec.samples_per_frame = 64
     with raises(FatalError, "bad_codes", "(1, 3, 20)", "(1, 3, 10)"):
@@ -118,14 +118,14 @@ def test_another_number_of_frames_is_fatal(checkpoints):
 
 
 @pytest.mark.parametrize("changes", [{"use_causal_conv": False}, {"normalize": True}, {"norm_type": "time_group_norm"}])
-def test_an_encodec_that_sees_all_of_its_input_wants_equal_lengths(tmp_path, changes):
+def test_an_encodec_that_sees_padding_needs_equal_lengths(tmp_path, changes):
     codec = load_codec(f"transformers:{models.save_encodec(tmp_path / 'encodec', **changes)}")
     assert codec.equal_lengths_only
     assert agreement(codec, *models.make_audio([32, 70, 96, 400, 3200])) >= MIN_AGREEMENT
 
 
 def test_a_codec_keeps_the_contract(codec):
-    """Frames are the ceiling, nothing is beyond an item's end nor depends on it, and codes say something."""
+    """The number of frames is rounded up, codes end with an item and ignore its padding, and they vary."""
     frame = codec.samples_per_frame
     assert isinstance(codec, DecodingCodec)
     assert (codec.sampling_rate, codec.decoded_sampling_rate, codec.trained) == (16000, 16000, True)
@@ -152,7 +152,7 @@ def test_a_codec_keeps_the_contract(codec):
 
 
 def change_nemo(checkpoint, folder, change):
-    """Return the name of a checkpoint like another, with its unpacked weights changed."""
+    """Copy a checkpoint with changed weights, and return its name."""
     with tarfile.open(checkpoint) as archive:
         archive.extractall(folder, filter="data")
     change(folder / "model_weights.ckpt")
@@ -179,7 +179,7 @@ def lose_a_tensor(checkpoint, folder):
     return copy_config(checkpoint, folder)
 
 
-# What is wrong with a model, and words of its refusal.
+# Faults of models, and words of the message.
 REFUSED = {
     "another frame size": "64 samples",
     "a second codec": "semantic",
@@ -194,7 +194,7 @@ REFUSED = {
 
 
 def make_bad_model(case, made, folder):
-    """Return the name of a model of a kind of ``REFUSED``; ``made`` are checkpoints."""
+    """Return the name of a model with a fault of ``REFUSED``; ``made`` are the checkpoints."""
     match case:
         case "another frame size":
             return f"nemo:{models.save_nemo_codec(folder / 'c.nemo', models.nemo_codec_config(samples_per_frame=64))}"
@@ -217,14 +217,14 @@ def make_bad_model(case, made, folder):
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_a_model_that_cannot_be_used_is_refused_in_one_line(checkpoints, tmp_path, case):
+def test_an_unusable_model_is_refused_in_one_line(checkpoints, tmp_path, case):
     name = make_bad_model(case, checkpoints, tmp_path)
     with raises(ConfigError, "bad_model", name, REFUSED[case]):
         load_codec(name)
 
 
 def encode(codec, *frames):
-    """Codes of as many frames for each item, and the numbers of frames."""
+    """Return codes with different numbers of frames, and these numbers."""
     codes = codec.encode(*models.make_audio([number * codec.samples_per_frame for number in frames]))
     return codes, torch.tensor(frames)
 
@@ -238,7 +238,7 @@ def test_an_item_does_not_depend_on_its_batch(codec):
         assert together[row, len(alone) :].eq(0).all()
 
 
-def test_a_checkpoint_without_its_decoder_encodes_and_does_not_decode(codecs, checkpoints, tmp_path):
+def test_a_checkpoint_without_decoder_only_encodes(codecs, checkpoints, tmp_path):
     def drop_decoder(path):
         weights = torch.load(path, weights_only=True)
         torch.save({key: tensor for key, tensor in weights.items() if not key.startswith("audio_decoder.")}, path)

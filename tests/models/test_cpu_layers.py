@@ -1,4 +1,4 @@
-"""Layers with the channels side by side compute what NeMo's own do, or leave the model as it is."""
+"""Layers with contiguous channels give the results of NeMo's layers, or leave unknown models unchanged."""
 
 import copy
 from types import SimpleNamespace
@@ -23,7 +23,7 @@ LENGTHS = torch.tensor([64, 40, 2])
 
 
 def make_model(layer=(), pool_mode="attention", **options):
-    """An encoder of two blocks and a decoder, whose normalization does something, as after training."""
+    """An encoder with two blocks and a decoder, whose normalization statistics are as after training."""
     options = {"activation": "relu", "feat_in": 20, "conv_mask": True} | options
     first = LAYER | {"repeat": 1, "residual": False, "kernel": [3]}
     torch.manual_seed(0)
@@ -48,7 +48,7 @@ def train_normalization(module):
 
 @torch.no_grad()
 def run(model, features, lengths=LENGTHS):
-    """Return the frames that are no padding, and the embeddings."""
+    """Return the valid frames and the embeddings."""
     encoded, _ = model.encoder(audio_signal=features, length=lengths)
     _, embeddings = model.decoder(encoder_output=encoded, length=lengths)
     there = torch.arange(encoded.shape[2]) < lengths[:, None]
@@ -75,7 +75,7 @@ def features():
         ({}, {"normalization_mode": "layer"}),
     ],
 )
-def test_a_model_with_other_layers_stays_as_it_is(features, layer, options):
+def test_a_model_with_unknown_layers_is_unchanged(features, layer, options):
     model = make_model(layer, **options)
     before = copy.deepcopy(model)
     fit_titanet_to_cpu(model)
@@ -85,7 +85,7 @@ def test_a_model_with_other_layers_stays_as_it_is(features, layer, options):
         assert torch.equal(ours, expected)
 
 
-def test_embeddings_of_a_titanet_are_nemos_own(tmp_path):
+def test_embeddings_of_a_titanet_equal_nemos(tmp_path):
     checkpoint = save_titanet(tmp_path / "titanet.nemo")
     with quiet_nemo():
         model = EncDecSpeakerLabelModel.restore_from(str(checkpoint), map_location="cpu").eval()
@@ -112,7 +112,7 @@ def test_embeddings_of_a_titanet_are_nemos_own(tmp_path):
     ],
 )
 @pytest.mark.parametrize("lengths", [LENGTHS, torch.tensor([64, 64, 64])])
-def test_frames_and_embeddings_are_nemos_own(features, layer, options, lengths):
+def test_frames_and_embeddings_equal_nemos(features, layer, options, lengths):
     model = make_model(layer, **options)
     faster = copy.deepcopy(model)
     fit_titanet_to_cpu(faster)
@@ -163,7 +163,7 @@ def noise():
 )
 @pytest.mark.parametrize("lengths", [SAMPLES, torch.tensor([640, 640, 640])])
 @torch.no_grad()
-def test_encoded_frames_are_nemos_own(noise, kind, options, lengths):
+def test_encoded_frames_equal_nemos(noise, kind, options, lengths):
     encoder = make_encoder(kind, **options)
     faster = fit_hifigan_to_cpu(encoder)
     assert type(faster) is not kind
@@ -176,6 +176,6 @@ def test_encoded_frames_are_nemos_own(noise, kind, options, lengths):
     assert torch.equal(faster(audio=noise, audio_len=lengths)[0], encoded)
 
 
-def test_an_encoder_with_other_layers_stays_as_it_is():
+def test_an_encoder_with_unknown_layers_is_unchanged():
     for encoder in (make_encoder(HiFiGANEncoder, pad_mode="replicate"), ResNetEncoder(in_channels=4, out_channels=4)):
         assert fit_hifigan_to_cpu(encoder) is encoder

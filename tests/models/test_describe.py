@@ -1,4 +1,4 @@
-"""Names, identities and early checks, all without the heavy packages."""
+"""Names, identities and early checks of models, without heavy imports."""
 
 import gzip
 import importlib.util
@@ -17,7 +17,7 @@ from sharmill.models import find_codec, find_speaker_encoder
 
 @pytest.fixture
 def nemo_file(tmp_path):
-    """An archive with the member names of a NeMo checkpoint, and an empty configuration."""
+    """An archive with the members of a NeMo checkpoint and an empty configuration."""
     return write_tar(tmp_path / "model.nemo", [("./model_config.yaml", b"{}"), ("./model_weights.ckpt", b"")])
 
 
@@ -30,7 +30,7 @@ def encodec_directory(tmp_path):
     return path
 
 
-def test_importing_and_describing_imports_nothing_heavy(nemo_file):
+def test_describing_models_imports_no_heavy_package(nemo_file):
     code = f"""
 import sys
 from sharmill.models import find_codec, find_speaker_encoder
@@ -74,12 +74,12 @@ def test_a_directory_is_identified_by_its_visible_files(encodec_directory):
         ("transformers:{encodec_directory}/", "transformers:encodec"),
     ],
 )
-def test_the_published_name_is_the_name_without_folders(name, published, nemo_file, encodec_directory):
+def test_the_published_name_has_no_folders(name, published, nemo_file, encodec_directory):
     name = name.format(nemo_file=nemo_file, encodec_directory=encodec_directory)
     assert find_codec(name).published_name == published
 
 
-# Names of a codec or encoder, FOLDER standing for one with the files; codes and words of the refusal.
+# Names of codecs and encoders, with FOLDER for a folder with the files; code and words of the error.
 WRONG_NAMES = [
     (find_speaker_encoder, "resemblizer", "unknown_name", "did you mean 'resemblyzer'"),
     (find_speaker_encoder, "nmo:titanet_large", "unknown_name", "did you mean 'nemo'"),
@@ -106,7 +106,7 @@ WRONG_NAMES = [
 
 
 @pytest.mark.parametrize(("find", "name", "code", "shown"), WRONG_NAMES)
-def test_a_wrong_name_or_file_says_in_one_line_what_to_write(find, name, code, shown, tmp_path):
+def test_errors_of_names_and_files_state_the_remedy(find, name, code, shown, tmp_path):
     for file, content in (("empty", b""), ("text", b"not an archive\n" * 100), ("gzip", b"\x1f\x8b\x08\x00 broken")):
         (tmp_path / f"{file}.nemo").write_bytes(content)
     (tmp_path / "model.nemo").write_bytes(gzip.compress(tar_bytes([("model_config.yaml", b"a: 1\n")])))

@@ -1,4 +1,4 @@
-"""The device of a model: its errors, the arithmetic and the memory on it, the same in every run."""
+"""The device of a model: its errors, reproducible arithmetic, and memory."""
 
 from types import SimpleNamespace
 from unittest import mock
@@ -25,14 +25,14 @@ NO_KERNEL = "CUDA error: no kernel image is available for execution on the devic
         AssertionError("Torch not compiled with CUDA enabled"),
     ],
 )
-def test_the_error_has_torchs_reason_and_what_this_torch_needs(error, monkeypatch):
+def test_the_error_states_torchs_reason_and_requirements(error, monkeypatch):
     monkeypatch.setattr(torch, "arange", mock.Mock(side_effect=error))
     reason = str(error).partition("\n")[0]
     with raises(DeviceError, "device_failed", reason, torch.__version__, "docs/models.md"):
         check_device("cuda")
 
 
-def test_a_gpu_that_is_too_old_is_told_with_its_capability(monkeypatch):
+def test_an_old_gpu_is_reported_with_its_capability(monkeypatch):
     monkeypatch.setattr(torch, "arange", mock.Mock(side_effect=torch.AcceleratorError(NO_KERNEL)))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (7, 0))
@@ -70,26 +70,26 @@ OF_MEMORY_OR_OF_SOMETHING_ELSE = [
 
 
 @pytest.mark.parametrize("error", [*OF_A_DEVICE, *OF_MEMORY_OR_OF_SOMETHING_ELSE], ids=repr)
-def test_errors_of_a_device_are_told_from_those_of_memory_and_others(error):
+def test_device_errors_are_distinguished_from_others(error):
     assert is_device_error(error) == (error in OF_A_DEVICE)
 
 
-def test_bf16_changes_some_codes_and_keeps_their_form(checkpoints):
+def test_bf16_changes_some_codes_but_not_their_shape(checkpoints):
     name = f"transformers:{checkpoints['mimi']}"
     audio = make_audio([16000, 9000])
     full, reduced = load_codec(name).encode(*audio), load_codec(name, precision="bf16").encode(*audio)
     assert (full.shape, full.dtype) == (reduced.shape, reduced.dtype)
-    # A small random model; of a trained one fewer codes change.
+    # With a trained model fewer codes would change than with this small random one.
     assert 0.0 < float((full != reduced).float().mean()) < 0.9
 
 
-def test_bf16_embeddings_are_near_those_of_fp32():
+def test_bf16_embeddings_are_close_to_fp32():
     audio = make_audio([32000, 20000])
     full = load_speaker_encoder("resemblyzer").embed(*audio)
     reduced = load_speaker_encoder("resemblyzer", precision="bf16").embed(*audio)
     assert reduced.dtype == torch.float32
     assert not torch.equal(full, reduced)
-    # 0.999 and more where the CPU multiplies bf16 itself; others round each step of the LSTM, and give 0.995.
+    # CPUs with bf16 instructions reach 0.999. Others round each step of the LSTM, and reach 0.995.
     assert float((full * reduced).sum(dim=1).min()) > 0.99
 
 
@@ -110,7 +110,7 @@ def test_an_old_gpu_has_neither_tf32_nor_bf16(precision):
         with_precision(len, "cuda", precision)
 
 
-def test_tf32_is_allowed_while_the_model_works_and_not_beside():
+def test_tf32_is_allowed_only_while_the_model_works():
     make_deterministic()
 
     def allowed() -> tuple[bool, bool]:
@@ -127,13 +127,13 @@ def test_a_codec_is_measured_and_a_size_chosen(checkpoints):
     found = measure_model(codec, "cpu", 1 << 33)
     assert list(found.speeds) == [5.0, 10.0]
     assert found.best_size in found.speeds
-    # At least the audio itself, and the first layer's four channels.
+    # At least the audio and the four channels of the first layer.
     assert 16000 * 4 * 4 < found.bytes_per_second < 16000 * 4 * 1000
 
 
 @pytest.fixture
 def gpu(monkeypatch):
-    """A stand-in for a GPU with 8 GiB, on which a batch takes 20 MiB a second; returns a function to run one there."""
+    """Simulate a GPU with 8 GiB, where each second of a batch takes 20 MiB; return a function that runs a batch."""
     seconds = [0.0]
     cuda = torch.cuda
     monkeypatch.setattr(cuda, "synchronize", lambda device: None)
@@ -148,7 +148,7 @@ def gpu(monkeypatch):
     return run
 
 
-def test_a_batch_too_large_for_the_gpu_is_refused_before_any_work(gpu):
+def test_a_batch_too_large_for_the_gpu_is_refused_early(gpu):
     class Model:
         sampling_rate = 16000
 

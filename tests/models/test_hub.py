@@ -1,4 +1,4 @@
-"""Models by name on a hub: taken from the cache without asking, and soon refused where the hub is out of reach."""
+"""Models from a hub: loaded from the cache without requests, and soon refused if the hub is unreachable."""
 
 import hashlib
 import shutil
@@ -19,15 +19,15 @@ from sharmill.pipeline import check_config, run_dataset
 
 @pytest.fixture
 def closed_port():
-    """The address of a port of this machine at which nothing listens."""
+    """The address of a local port on which nothing listens."""
     with closing(socket.socket()) as taken:
-        taken.bind(("127.0.0.1", 0))  # bound and not listening: nobody else can take it meanwhile
+        taken.bind(("127.0.0.1", 0))  # bound without listening, so that no other process takes it
         yield f"http://127.0.0.1:{taken.getsockname()[1]}"
 
 
 @pytest.fixture
 def hub_cache(tmp_path, monkeypatch, closed_port) -> Path:
-    """The empty cache of a hub that is out of reach."""
+    """The empty cache of an unreachable hub."""
     from huggingface_hub import constants
 
     monkeypatch.setattr(constants, "ENDPOINT", closed_port)
@@ -36,7 +36,7 @@ def hub_cache(tmp_path, monkeypatch, closed_port) -> Path:
 
 
 def put_in_cache(cache: Path, model: str, *files: Path, name: str = "") -> None:
-    """Lay files of a model where the hub's client would have left them."""
+    """Put files of a model into the cache of the hub's client."""
     folder = cache / f"models--{model.replace('/', '--')}"
     (folder / "refs").mkdir(parents=True)
     (folder / "refs" / "main").write_text("0" * 40)
@@ -46,7 +46,7 @@ def put_in_cache(cache: Path, model: str, *files: Path, name: str = "") -> None:
 
 
 @pytest.mark.parametrize("name", ["transformers:nobody/encodec", "nemo:nobody/codec"])
-def test_a_codec_of_a_hub_out_of_reach_is_refused(name, hub_cache, closed_port):
+def test_a_codec_of_an_unreachable_hub_is_refused(name, hub_cache, closed_port):
     with raises(ConfigError, "unreachable_model", name, closed_port):
         load_codec(name)
 
@@ -58,7 +58,7 @@ def test_a_codec_in_the_cache_is_loaded_without_the_hub(kind, hub_cache, checkpo
     assert load_codec(f"{family}:nobody/codec").checksum == load_codec(f"{family}:{path}").checksum
 
 
-def test_nemos_own_models_are_taken_from_its_cache_or_soon_refused(tmp_path, monkeypatch, closed_port, checkpoints):
+def test_nemos_models_come_from_its_cache_or_are_refused(tmp_path, monkeypatch, closed_port, checkpoints):
     from nemo.collections.asr.models import EncDecSpeakerLabelModel
     from nemo.core.classes.common import PretrainedModelInfo
 
@@ -74,7 +74,7 @@ def test_nemos_own_models_are_taken_from_its_cache_or_soon_refused(tmp_path, mon
 
 
 @pytest.mark.parametrize(("status", "known"), [(200, True), (302, True), (500, True), (401, False), (404, False)])
-def test_a_model_that_the_hub_has_not_is_refused(status, known, hub_cache, monkeypatch):
+def test_a_model_missing_from_the_hub_is_refused(status, known, hub_cache, monkeypatch):
     from huggingface_hub import constants
 
     with serving(hub_cache) as web:
@@ -84,7 +84,7 @@ def test_a_model_that_the_hub_has_not_is_refused(status, known, hub_cache, monke
     assert web.requests == {f"/{status}/nobody/encodec/resolve/main/config.json": 1}
 
 
-def test_an_unreachable_model_is_refused_only_if_its_stage_runs(hub_cache, tmp_path, audio_root):
+def test_an_unreachable_model_matters_only_if_its_stage_runs(hub_cache, tmp_path, audio_root):
     manifest = write_lines(tmp_path / "m.json", [make_record()])
     config = config_for(
         tmp_path, [(manifest, audio_root)], encode={"codecs": [{"name": "a", "model": "transformers:nobody/encodec"}]}
@@ -103,7 +103,7 @@ def test_an_unreachable_model_is_refused_only_if_its_stage_runs(hub_cache, tmp_p
 
 
 @pytest.mark.parametrize("name", ["transformers:nobody/encodec", "nemo:nobody/codec"])
-def test_a_model_that_is_required_while_offline_must_be_in_the_cache(name, hub_cache, monkeypatch, checkpoints):
+def test_an_offline_model_must_be_in_the_cache(name, hub_cache, monkeypatch, checkpoints):
     from huggingface_hub import constants
 
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)

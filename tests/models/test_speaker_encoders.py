@@ -1,4 +1,4 @@
-"""Speaker encoders against the packages they come from."""
+"""Speaker encoders compared with the packages from which they come."""
 
 import numpy as np
 import pytest
@@ -32,7 +32,7 @@ def test_resemblyzer_equals_embed_utterance_in_a_mixed_batch():
     torch.testing.assert_close(cosines, torch.ones(len(seconds)), atol=1e-5, rtol=0)
 
 
-def test_silence_has_the_zero_vector_and_all_else_length_one(encoder):
+def test_silence_gives_the_zero_vector_and_speech_length_one(encoder):
     audio, num_samples = make_audio([16000, 24000, 800, 1, 0])
     audio[0] = 0.0
     embeddings = encoder.embed(audio, num_samples)
@@ -48,7 +48,7 @@ def test_silence_has_the_zero_vector_and_all_else_length_one(encoder):
             encoder.embed(torch.zeros(2, 10), torch.tensor(wrong))
 
 
-def test_nemo_speaker_equals_the_model_itself(checkpoints):
+def test_nemo_speaker_encoder_equals_the_model(checkpoints):
     from nemo.collections.asr.models import EncDecSpeakerLabelModel
 
     with quiet_nemo():

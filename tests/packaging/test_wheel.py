@@ -1,4 +1,4 @@
-"""The built wheel, outside the checkout: its data are there, the demo runs, what lacks an extra is named in a line."""
+"""The built wheel, outside the checkout: its files, the demo, and one-line errors for missing extras."""
 
 import json
 import os
@@ -29,7 +29,7 @@ EXTRAS = {
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory) -> Path:
-    """The wheel, built from what a clone would have, with the setuptools of this environment."""
+    """The wheel, built from the files of a clone with the setuptools of this environment."""
     source, folder = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(REPOSITORY / name, source)
@@ -42,9 +42,9 @@ def wheel(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def environment(wheel, tmp_path_factory):
-    """Returns a function: extras -> bin folder of an environment with the wheel and what these extras bring.
+    """Return a function: extras -> bin folder of an environment with the wheel and the packages of these extras.
 
-    It sees the packages of this environment one by one, but for the project and those of the other extras.
+    The environment links to all packages of the present one, except the project and the packages of other extras.
     """
 
     def make(*extras: str) -> Path:
@@ -84,14 +84,14 @@ def config(tmp_path) -> Path:
 
 
 def call(bin_folder: Path, *arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    """Run a program of an environment, which must not see the checkout."""
+    """Run a program of an environment without access to the checkout."""
     variables = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "VIRTUAL_ENV")}
     return subprocess.run(
         [str(bin_folder / arguments[0]), *arguments[1:]], cwd=cwd, env=variables, capture_output=True, text=True
     )
 
 
-def test_the_wheel_has_all_files_of_the_package(wheel):
+def test_the_wheel_contains_all_files_of_the_package(wheel):
     package = REPOSITORY / "src" / "sharmill"
     wanted = {f"sharmill/{path.relative_to(package).as_posix()}" for path in package.rglob("*")
               if path.is_file() and "__pycache__" not in path.parts}  # fmt: skip
@@ -106,7 +106,7 @@ def test_the_wheel_has_all_files_of_the_package(wheel):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("extras", "options"), [((), ["match=null"]), (("resemblyzer",), [])])
-def test_with_few_packages_a_dataset_is_made_and_read(environment, config, tmp_path, extras, options):
+def test_a_dataset_is_built_and_read_with_few_packages(environment, config, tmp_path, extras, options):
     bare = environment(*extras)
     done = call(bare, "sharmill", "run", str(config), *options, cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -117,7 +117,7 @@ def test_with_few_packages_a_dataset_is_made_and_read(environment, config, tmp_p
     assert done.stdout.split() == [str(next((bare.parent / "lib").glob("*/site-packages/sharmill/__init__.py"))), "2"]
 
 
-# What is asked for, and the extra that the one line names.
+# Arguments of a command, and the extra that its error names.
 NEEDS = {
     "the demo": (["demo", "here"], "demo"),
     "a codec of NeMo": (["run", "config.yaml", "match=null", "encode.codecs=[{name: b, model: 'nemo:x/y'}]"], "nemo"),
@@ -135,7 +135,7 @@ NEEDS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("arguments", "extra"), NEEDS.values(), ids=NEEDS.keys())
-def test_what_lacks_an_extra_says_which_in_one_line(arguments, extra, bare, config, tmp_path):
+def test_a_missing_extra_is_named_in_one_line(arguments, extra, bare, config, tmp_path):
     done = call(bare, "sharmill", *arguments, cwd=tmp_path)
     assert done.returncode == 2, done.stdout + done.stderr
     (line,) = done.stderr.splitlines()
@@ -143,7 +143,7 @@ def test_what_lacks_an_extra_says_which_in_one_line(arguments, extra, bare, conf
 
 
 @pytest.mark.slow
-def test_the_training_loader_says_that_it_lacks_nemo(bare, config, tmp_path):
+def test_the_training_loader_names_nemo_if_missing(bare, config, tmp_path):
     text = "from sharmill.training import get_dataloader; get_dataloader({}, 0, 1)"
     done = call(bare, "python", "-c", text, cwd=tmp_path)
     assert "pip install 'sharmill[nemo]'" in done.stderr.splitlines()[-1]
@@ -151,7 +151,7 @@ def test_the_training_loader_says_that_it_lacks_nemo(bare, config, tmp_path):
 
 @pytest.fixture(scope="module")
 def demo(environment, tmp_path_factory) -> tuple[Path, Path, str]:
-    """Return the bin folder of an environment with the demo's extra, the folder of a demo, and what it printed."""
+    """Return the bin folder of an environment with the extra of the demo, the folder of a demo, and its output."""
     bin_folder, folder = environment("demo"), tmp_path_factory.mktemp("demo")
     done = call(bin_folder, "sharmill", "demo", str(folder / "demo"), cwd=folder)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -160,9 +160,9 @@ def demo(environment, tmp_path_factory) -> tuple[Path, Path, str]:
 
 @pytest.mark.slow
 class TestDemo:
-    """The demo as `make demo` runs it, and what status says of it."""
+    """The demo as `make demo` runs it, and its status."""
 
-    def test_its_last_step_is_a_page_with_audio_from_the_codes(self, demo):
+    def test_the_last_step_writes_a_page_with_decoded_audio(self, demo):
         _, folder, output = demo
         page = (folder / "run/report.html").read_text()
         assert f"report: {folder}/run/report.html, " in output.replace("\n", "")
@@ -173,12 +173,12 @@ class TestDemo:
         ]  # fmt: skip
         assert len(page) < 4_000_000
 
-    def test_makes_a_dataset_of_all_good_records(self, demo):
+    def test_the_dataset_contains_all_good_records(self, demo):
         _, folder, output = demo
         described = json.loads((folder / "dataset/dataset.json").read_text())
         assert described["num_cuts"] == 240
         assert [(codec["name"], codec["trained"]) for codec in described["codecs"]] == [("builtin", True)]
-        # One of each kind; a file that is no audio and one that is cut off are both unreadable.
+        # One of each kind; both a file without audio and a truncated one are unreadable.
         assert sorted(reject["reason"] for reject in lines(folder / "run/rejects.jsonl")) == [
             "bad_speaker", "duplicate_id", "duration_mismatch", "empty_text", "malformed", "missing_audio",
             "non_finite_audio", "outside_root", "single_utterance_speaker", "skipped", "too_short", "unreadable_audio",
@@ -186,7 +186,7 @@ class TestDemo:
         ]  # fmt: skip
         assert "validation: no findings" in output
 
-    def test_the_program_that_it_ends_with_reads_the_dataset(self, demo):
+    def test_the_printed_program_reads_the_dataset(self, demo):
         bin_folder, folder, output = demo
         printed = output.split("in Python:\n")[1].split("\n- use your own speech")[0].splitlines()
         program = "\n".join(line.removeprefix("    ") for line in printed)

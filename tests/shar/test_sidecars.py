@@ -95,7 +95,7 @@ def test_an_index_pack_finds_the_items_of_all_fields(dataset, tmp_path, monkeypa
     monkeypatch.chdir(tmp_path)
     for _ in range(2):
         write_sidecars(dataset.name, root.name)
-        # Of a process that was killed.
+        # Remains of a killed process.
         (root / ".dataset.idxpack.tmp.1.ab").touch()
     write_sidecars(dataset.name, root.name)
     assert not list(root.glob(".*"))

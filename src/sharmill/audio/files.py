@@ -161,7 +161,8 @@ class Recording:
             raise RejectRecord("unreadable_audio", f"{source.name} claims a sampling rate of {rate} Hz")
         if self.info.num_samples <= 0:
             raise RejectRecord("empty_audio", f"{source.name} has no samples")
-        self._begin = self._position = 0  # of the kept samples: their first, and their end, where the decoder is
+        # The first kept sample, and the end of the kept samples, which is the position of the decoder.
+        self._begin = self._position = 0
         self._kept = _NO_SAMPLES
 
     def read(self, start: int = 0, num_samples: int | None = None, channel: Channel = None) -> np.ndarray:

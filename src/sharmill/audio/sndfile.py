@@ -50,7 +50,7 @@ class SndfileDecoder(Decoder):
     def __init__(self, source: AudioBytes) -> None:
         self._source = source
         self._is_mpeg = _MPEG.match(source.read(0, 3)) is not None
-        # Without the path, since libsndfile would accept any file named .raw, .vox, .gsm or .au as audio.
+        # libsndfile does not get the path, as it would accept any file named .raw, .vox, .gsm or .au as audio.
         descriptor = source.descriptor
         if descriptor is not None:
             os.lseek(descriptor, 0, os.SEEK_SET)  # another decoder may have moved it

@@ -342,10 +342,10 @@ def find_recorded_codec(
         options: options of its family.
 
     Raises:
-        ConfigError: the user names none, and the dataset one that is not sharmill's own, or that was removed; or it can
-            be seen, without loading it, that it cannot be loaded.
+        ConfigError: the user names no model, and the dataset's model is not sharmill's own or was removed; or the model
+            cannot be loaded, for a reason that shows without loading it.
     """
-    hint = f"(say where it is with --codec-model {record.name}=MODEL)"
+    hint = f"(give the model with --codec-model {record.name}=MODEL)"
     if given is None and record.model == "untrained":
         raise ConfigError(
             f"the codes {record.name!r} were made by an untrained codec, which was removed: encode with builtin",
@@ -353,7 +353,7 @@ def find_recorded_codec(
         )
     if given is None and record.model != "builtin":
         raise ConfigError(
-            f"the dataset names the model {record.model}, and models are not loaded on the word of a dataset {hint}",
+            f"the dataset names the model {record.model}, which is loaded only if you name it too {hint}",
             code="untrusted_model",
         )
     try:

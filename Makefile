@@ -10,7 +10,8 @@
 # make bench   what takes how long, beside the libraries used directly; GROUP= (further, scale, all), JSON= (a file for all figures)
 # make bench-gpu   models, stages and the choice of contexts on a GPU, in nine minutes; DEVICE=cpu tries it out, SECONDS=
 #                  ROWS="tune-batch encode" those whose names begin so, in five minutes
-# make docs   the pages of docs as a site with a reference of the Python API, in build/site
+# make docs   the pages of docs as a site with a reference of the Python API, in build/site; refreshes the
+#             picture in the README if Chromium and ./demo exist
 # All make .venv first if it is missing or older than what it is made from.
 
 PYTHON ?= python3
@@ -98,6 +99,7 @@ docs: venv
 	  $(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[docs]' && \
 	  echo "$(WANTED)" > $(VENV)/.docs-made-from; fi
 	$(BIN)/python docs/generate.py --check
+	$(BIN)/python docs/picture.py
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 	@! grep -rEn '<(script|link|img)[^>]*(src|href)="?https?://' build/site --include='*.html'
 	@echo "the site is in build/site: open build/site/index.html, or run $(BIN)/python -m http.server -d build/site"

@@ -174,6 +174,15 @@ def test_the_small_trainings_are_named_before_those_of_clusters(page):
     assert -1 < places[0] < places[1] < places[2]
 
 
+def test_readme_picture_stays_without_a_demo(tmp_path):
+    before = (picture := REPOSITORY / "docs/pictures/report.png").read_bytes()
+    command = [sys.executable, REPOSITORY / "docs/picture.py", tmp_path]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert "stays as it is" in done.stdout
+    assert picture.read_bytes() == before
+    assert len(before) < 300_000
+
+
 def headings(page: Path) -> set[str]:
     """The anchors of a page, as GitHub and MkDocs make them."""
     titles = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)

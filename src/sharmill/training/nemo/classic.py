@@ -26,17 +26,10 @@ CLASSIC_KEY_HANDLING: Final[dict[str, str]] = {
     "tarred_audio_filepath": "`tarred_audio_filepaths`, also in an entry",
     "source_path": "`source_paths` of `txt_pair`",
     "target_path": "`target_paths` of `txt_pair`",
-    "bucketing_batch_size": "`bucket_batch_size`; `batch_size` is dropped. An integer n with k buckets becomes "
-    "[k·n, …, 2·n, n]. Without `bucket_duration_bins`, the buckets are k equal ranges from `min_duration` to "
-    "`max_duration`; k is the number of manifests in a list of lists, or `num_buckets`. If the key is not set, a list "
-    "of lists has buckets of `batch_size`. The key is ignored if `batch_duration`, `batch_tokens` or "
-    "`bucket_batch_size` sizes the batches",
-    "bucketing_weights": "number of passes over each manifest in an epoch",
-    "bucketing_strategy": "a list of lists of manifests without Lhotse's keys, or with `use_lhotse: false`: an epoch "
-    "of each manifest in turn, in a fixed order, an order common to all ranks, or one per rank. Otherwise the data are "
-    "mixed by weight. Ranks then draw the same buckets in each step, except with `fully_randomized` and without "
-    "`use_lhotse: true`",
-    "tarred_shard_strategy": "`shard_seed`, unless that is set: `randomized` for `scatter`, `trng` for `replicate`",
+    "bucketing_batch_size": "`bucket_batch_size`, and `batch_size` is dropped: see **Batch sizes** above",
+    "bucketing_weights": "passes over each manifest in an epoch",
+    "bucketing_strategy": "the order of manifests or of buckets: see **Lists of lists** above",
+    "tarred_shard_strategy": "`scatter`: `shard_seed: randomized`, `replicate`: `shard_seed: trng`, unless set",
     "use_semi_sorted_batching": "NeMo's sampler in map style; for streams `use_bucketing`, with 1 / "
     "`randomization_factor` buckets unless `num_buckets` is set",
     "randomization_factor": "see `use_semi_sorted_batching`",

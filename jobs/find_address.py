@@ -1,6 +1,6 @@
-"""Prints the address of this machine that another one reaches it by: python jobs/find_address.py OTHER.
+"""Print the address by which another machine reaches this one: python jobs/find_address.py OTHER.
 
-A machine's own name does not tell: /etc/hosts may have 127.0.1.1 for it, or an address in a network of its own.
+The machine's own name is not enough, because /etc/hosts may map it to 127.0.1.1 or to a private network.
 """
 
 import socket
@@ -8,10 +8,10 @@ import sys
 
 
 def find_address(other: str) -> str:
-    """Return the address that packets to another machine are sent from."""
+    """Return the source address of packets to another machine."""
     family, *_, address = socket.getaddrinfo(other, 9, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        # Sends nothing: the system looks at its routes.
+        # Connecting a datagram socket sends nothing; it only selects a route.
         probe.connect(address)
         return str(probe.getsockname()[0])
 

@@ -1,20 +1,20 @@
-"""Submit N consecutive SLURM jobs of one training: each begins when the one before has ended, however it ended.
+"""Submit N consecutive SLURM jobs of one training: each starts when the previous job has ended for any reason.
 
 python jobs/launch_training.py -n 8 [--profile PROFILE] [--nodes 2] [--ranks-per-node 8]
     [--sbatch=--exclusive] [--script NeMo/examples/speechlm2/salm_train.py] CONFIG [key=value ...]
 
-Every job goes on from the newest checkpoint, with the training's one seed. They read with `shard_seed=randomized`:
-data-parallel ranks then differ, tensor-parallel ranks agree. The numbers of the jobs are printed and noted in
-`jobs.jsonl` of the training's `out_dir`. Once `max_steps` are done, the jobs that are left end at once.
+Every job resumes from the newest checkpoint, with the training's seed. Jobs read with `shard_seed=randomized`, so
+data-parallel ranks differ and tensor-parallel ranks agree. The job numbers are printed, and stored in `jobs.jsonl` in
+the training's `out_dir`. Once `max_steps` are done, the remaining jobs end at once.
 
-With `--script` the jobs run that script of NeMo, whose configuration CONFIG is (`jobs/sbatch/nemo.sbatch`), each with a
-random seed of its own. With `resumable: true` in `data.train_ds` they continue in the data too, in the order of a
-number in `shard_seed`; otherwise each job begins the data from scratch.
+With `--script`, the jobs run this NeMo script with the configuration CONFIG (`jobs/sbatch/nemo.sbatch`), each with its
+own random seed. With `resumable: true` in `data.train_ds`, they also continue in the data; `shard_seed` must then be a
+number, which determines the order. Otherwise each job reads the data from the start.
 
 python jobs/launch_training.py -n 8 my.sub [key=value ...]
 
-CONFIG may be a script of sbatch, as the page of NeMo has one. It says by itself what it asks for; its arguments are a
-random seed, another one in each job, and what stands behind it.
+CONFIG may also be an sbatch script, such as the one in NeMo's documentation, which requests its own resources. Its
+arguments are a random seed, different in each job, and the overrides.
 """
 
 import json
@@ -38,46 +38,41 @@ _ROOT = Path(__file__).resolve().parents[1]
 _SBATCH = _ROOT / "jobs" / "sbatch"
 
 
-def profile_options(cluster: ClusterProfile, nodes: int, ranks_per_node: int) -> list[str]:
-    """Return the options of sbatch for one training job, whose ranks each have what the profile gives to one."""
-    return [*cluster.arguments(cluster.gpu, ranks_per_node), f"--nodes={nodes}", f"--signal=B:TERM@{cluster.signal_s}"]
-
-
 def submit(command: list[str]) -> str:
     """Submit a job, and return its number.
 
     Raises:
-        ConfigError: sbatch is not here, or refuses it.
+        ConfigError: sbatch is missing, or refuses the job.
     """
     try:
         with outside_own_job():
             said = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout
     except FileNotFoundError as error:
-        raise ConfigError("there is no sbatch here; are you on a SLURM cluster?", code="unsupported_system") from error
+        raise ConfigError("sbatch is missing; run this on a SLURM cluster", code="unsupported_system") from error
     except subprocess.SubprocessError as error:
         reason = " ".join(str(getattr(error, "stderr", None) or error).split())
-        raise ConfigError(f"sbatch refuses the job: {reason}; {shlex.join(command)}", code="jobs_refused") from error
+        raise ConfigError(f"sbatch refused the job: {reason}; {shlex.join(command)}", code="jobs_refused") from error
     return said.strip().split(";")[0]
 
 
 def check_order(config_path: str, overrides: tuple[str, ...]) -> None:
-    """Raise ConfigError if jobs that have a seed each are to continue in an order that follows from the seed."""
+    """Raise ConfigError if resumable jobs with different seeds would also have different orders of the data."""
     given = dict(override.lstrip("+").partition("=")[::2] for override in overrides)
     config = read_yaml(config_path)
     keys = ("data.train_ds.resumable", "data.train_ds.shard_seed")
     resumable, shard_seed = (str(given.get(key, OmegaConf.select(config, key))) for key in keys)
     unordered = resumable.lower() == "true" and not shard_seed.isdecimal()
-    refuse((unordered, f"shard_seed: {shard_seed} with resumable: true, but each job has another seed: give a number"))
+    refuse((unordered, f"shard_seed: {shard_seed} with resumable: true, but each job has another seed; use a number"))
 
 
 @click.command()
-@click.option("-n", "--num-jobs", type=int, required=True, help="How many jobs, one after the other.")
-@click.option("--profile", help="The cluster profile, whose gpu part says what a rank gets.")
+@click.option("-n", "--num-jobs", type=int, required=True, help="Number of consecutive jobs.")
+@click.option("--profile", help="Cluster profile, whose section gpu has the resources of a rank.")
 @click.option("--nodes", type=int, help="Nodes per job.  [default: 1]")
 @click.option("--ranks-per-node", default=1, show_default=True, metavar="N", help="GPUs per node, with --profile.")
-@click.option("--after", help="The number of a job that the first one waits for.")
-@click.option("--sbatch", "sbatch_options", multiple=True, metavar="OPTION", help="A further option of sbatch.")
-@click.option("--script", metavar="FILE", help="A training script of NeMo; CONFIG is then its configuration.")
+@click.option("--after", help="Number of a job that the first job waits for.")
+@click.option("--sbatch", "sbatch_options", multiple=True, metavar="OPTION", help="Further sbatch option.")
+@click.option("--script", metavar="FILE", help="NeMo training script, with CONFIG as its configuration.")
 @click.option("--dry-run", is_flag=True, help="Print the commands and submit nothing.")
 @click.argument("config_path", metavar="CONFIG")
 @click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
@@ -85,9 +80,9 @@ def launch(
     num_jobs: int, profile: str | None, nodes: int | None, ranks_per_node: int, after: str | None,
     sbatch_options: tuple[str, ...], script: str | None, dry_run: bool, config_path: str, overrides: tuple[str, ...],
 ) -> None:  # fmt: skip
-    """Submit N consecutive SLURM jobs of one training, each behind the one before.
+    """Submit N consecutive SLURM jobs of one training, each after the previous one.
 
-    CONFIG may be a script of sbatch, which gets a random seed and KEY=VALUE as its arguments.
+    CONFIG may be an sbatch script, which gets a random seed and KEY=VALUE as its arguments.
     """
     is_own = Path(config_path).is_file() and Path(config_path).read_bytes().startswith(b"#!")
     has_shard_seed = any(override.partition("=")[0] == "shard_seed" for override in overrides)
@@ -99,22 +94,24 @@ def launch(
         ),
         (
             is_own and (profile or nodes or script or ranks_per_node > 1),
-            f"{config_path} says by itself what it asks for: give it no options but -n, --after and --sbatch",
+            f"{config_path} requests its own resources; use only the options -n, --after and --sbatch",
         ),
-        (not is_own and Path.cwd() != _ROOT, f"the jobs begin in the folder of this command: give it in {_ROOT}"),
-        (has_shard_seed, "the jobs read with shard_seed=randomized: leave out shard_seed="),
-        (missing, f"there is no {', '.join(missing)}: give a training script of NeMo, and its configuration"),
-        (ranks_per_node > 1 and not profile, "--ranks-per-node multiplies what a profile gives: add --profile"),
+        (not is_own and Path.cwd() != _ROOT, f"the jobs start in the current folder; run this command in {_ROOT}"),
+        (has_shard_seed, "the jobs read with shard_seed=randomized; omit shard_seed="),
+        (missing, f"there is no {', '.join(missing)}; name a NeMo training script and its configuration"),
+        (ranks_per_node > 1 and not profile, "--ranks-per-node multiplies the resources of a profile; add --profile"),
     )
     config = None if script or is_own else load_typed(TrainConfig, config_path, overrides)
     if script:
         check_order(config_path, overrides)
     chosen = [] if is_own else [f"--nodes={nodes or 1}"]
     if not is_own and not any(option.startswith("--mem") for option in sbatch_options):
-        # Where the script itself has it, sbatch refuses --mem-per-cpu.
+        # Not in the script, because sbatch would then refuse --mem-per-cpu.
         chosen.append("--mem=64G")
     if profile:
-        chosen = profile_options(load_typed(ClusterProfile, profile), nodes or 1, ranks_per_node)
+        cluster = load_typed(ClusterProfile, profile)
+        signal_option = f"--signal=B:TERM@{cluster.signal_s}"
+        chosen = [*cluster.arguments(cluster.gpu, ranks_per_node), f"--nodes={nodes or 1}", signal_option]
     for _ in range(num_jobs):
         behind = [f"--dependency=afterany:{after}"] if after else []
         command = ["sbatch", "--parsable", *chosen, *sbatch_options, *behind]
@@ -128,18 +125,17 @@ def launch(
             print(shlex.join(command))
             after = "JOB_BEFORE"
             continue
-        note = {"job": submit(command), "after": after}
-        after = note["job"]
-        print(f"job {note['job']}" + (f", after {note['after']}" if note["after"] else ""))
+        previous, after = after, submit(command)
+        print(f"job {after}" + (f", after {previous}" if previous else ""))
         if config is not None:
             out_dir = Path(config.out_dir)
             out_dir.mkdir(parents=True, exist_ok=True)
             with (out_dir / "jobs.jsonl").open("a") as notes:
-                notes.write(json.dumps(note) + "\n")
+                notes.write(json.dumps({"job": after, "after": previous}) + "\n")
 
 
 def main(arguments: list[str]) -> int:
-    """Submit as the arguments say, and return the exit status."""
+    """Submit the jobs that the arguments describe, and return the exit status."""
     try:
         launch.main(arguments, standalone_mode=False)
     except (ConfigError, click.ClickException) as error:

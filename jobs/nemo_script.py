@@ -1,10 +1,10 @@
-"""Runs a training script of NeMo, as it is, with what sharmill adds to NeMo's data and models.
+"""Run an unchanged NeMo training script with sharmill's additions to NeMo's data and models.
 
 torchrun --nproc_per_node=8 jobs/nemo_script.py NeMo/examples/speechlm2/salm_train.py \
     --config-path=$PWD/configs/training --config-name=salm [key=value ...]
 
-The arguments behind the script are its own. `type: sharmill` works in its data, and with the extra `speechlm2`
-`resumable: true` in `data.train_ds`, and `tensor_parallel_size` in `trainer.strategy` of a SALM.
+The arguments after the script are its own. Its data may use `type: sharmill`. With the extra `speechlm2`, it may also
+use `resumable: true` in `data.train_ds`, and for a SALM `tensor_parallel_size` in `trainer.strategy`.
 """
 
 import runpy
@@ -15,13 +15,13 @@ from pathlib import Path
 import sharmill.training.nemo.input_type
 
 if find_spec("peft"):
-    # NeMo's models of this collection cannot be imported without it.
+    # NeMo's speechlm2 models cannot be imported without peft.
     import sharmill.training.nemo.datamodule
     import sharmill.training.nemo.tensor_parallel  # noqa: F401
 
 if __name__ == "__main__":
     if len(sys.argv) < 2 or not Path(sys.argv[1]).is_file():
-        print("Error: name a training script of NeMo, such as NeMo/examples/speechlm2/salm_train.py", file=sys.stderr)
+        print("Error: name a NeMo training script, such as NeMo/examples/speechlm2/salm_train.py", file=sys.stderr)
         sys.exit(2)
     del sys.argv[0]
     sys.path[0] = str(Path(sys.argv[0]).parent)

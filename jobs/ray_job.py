@@ -1,11 +1,11 @@
-"""Runs stages on a Ray cluster; the entry point of a Ray job.
+"""Run stages on a Ray cluster; the entry point of a Ray job.
 
 ray job submit --address http://127.0.0.1:8265 --working-dir . -- \
     python jobs/ray_job.py stage1|stage2|stage3|prepare|validate|all CONFIG... [--root DIR] [OPTION ...] [key=value ...]
 
-Configuration files are found in the working directory, of which Ray makes a copy. Paths in them must be absolute, or
-relative to DIR, which all nodes see. Options and exit status are those of `sharmill run`; any status but 0 makes the
-job FAILED.
+Configuration files are read from the working directory, which Ray copies. Paths in them must be absolute, or relative
+to DIR, which all nodes see. Options and exit status are the same as for `sharmill run`. The job is FAILED for any status
+but 0.
 """
 
 import argparse
@@ -19,11 +19,11 @@ _MEANINGS = {0: "all is done", 1: "something failed, see above", 2: "wrong use o
 
 
 def run(arguments: list[str]) -> int:
-    """Returns the exit status of ``sharmill run``."""
+    """Call ``sharmill run``, and return its exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--root", type=Path, help="the folder from which relative paths in configurations are meant")
+    parser.add_argument("--root", type=Path, help="base folder of relative paths in configurations")
     options, others = parser.parse_known_args(arguments)
-    # "all" is the default of `sharmill run`. Its files are in the working directory.
+    # `sharmill run` needs no "all". Paths of files become absolute before the folder changes.
     passed = [str(Path(one).absolute()) if Path(one).is_file() else one for one in others if one != "all"]
     try:
         if options.root is not None:

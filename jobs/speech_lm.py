@@ -1,11 +1,11 @@
 """A small decoder-only transformer over text, codec codes and audio: the model of the training example.
 
-Over a device mesh, ``parallelize`` divides it by tensor and sequence parallelism, then by FSDP2.
+``parallelize`` divides it over a device mesh by tensor and sequence parallelism, then by FSDP2.
 
-It takes the sequences of a ``SpeechTextDataset``. A token is one position; so is a frame: the sum of its codebooks'
-embeddings goes in, or the spectrum of its samples, and one distribution per codebook comes out. It learns to predict
-the positions that the batch says: of TTS the text and the target, of text all of it, of conversations what the
-assistant says.
+The inputs are sequences of a ``SpeechTextDataset``, in which each text token and each frame is one position. A frame is
+embedded as the sum of its codebooks' embeddings, or by the spectrum of its samples. The output is one distribution per
+codebook. The batch marks the positions to predict: text and target for TTS, the whole text of text data, and the
+assistant's turns in conversations.
 """
 
 import math
@@ -35,7 +35,7 @@ from sharmill.training.speech_text import Kind
 
 
 class Attention(nn.Module):
-    """Multi-head attention; the projections have no bias, since one on keys would change nothing but rounding."""
+    """Multi-head attention without bias; a bias on keys would only change rounding."""
 
     def __init__(self, dim: int, num_heads: int) -> None:
         super().__init__()
@@ -46,8 +46,8 @@ class Attention(nn.Module):
         self.output = nn.Linear(dim, dim, bias=False)
 
     def forward(self, hidden: Tensor, allowed: Tensor) -> Tensor:
-        """Attend in ``hidden`` (batch, positions, dim) where ``allowed`` (batch, 1, positions, positions) is true."""
-        # The number of heads follows from the projections: under tensor parallelism a rank has some of them.
+        """Attend in ``hidden`` (batch, positions, dim) with the mask ``allowed`` (batch, 1, positions, positions)."""
+        # The number of heads is inferred, since a rank has only some of them under tensor parallelism.
         query, key, value = (
             project(hidden).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
             for project in (self.query, self.key, self.value)
@@ -57,7 +57,7 @@ class Attention(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """Two linear layers, four times as wide between them."""
+    """Two linear layers with four times the width between them."""
 
     def __init__(self, dim: int) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ class FeedForward(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and feed-forward, each added to what it gets."""
+    """Attention and feed-forward layers with residual connections."""
 
     def __init__(self, dim: int, num_heads: int) -> None:
         super().__init__()
@@ -84,17 +84,17 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Blocks and a last norm, in which no position sees a later one."""
+    """Causal blocks and a final norm."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(Block(config.dim, config.num_heads) for _ in range(config.num_layers))
         self.norm = nn.LayerNorm(config.dim)
         self.position_multiple = 1
-        """Positions are padded to a multiple of this: sequence parallelism divides them evenly."""
+        """Positions are padded to a multiple of this, so that sequence parallelism can divide them evenly."""
 
     def forward(self, hidden: Tensor, present: Tensor) -> Tensor:
-        """Return ``hidden`` (batch, positions, dim) transformed; ``present`` (batch, positions) is false at padding."""
+        """Transform ``hidden`` (batch, positions, dim); ``present`` (batch, positions) is false at padding."""
         num_positions = hidden.shape[1]
         padding = -num_positions % self.position_multiple
         allowed = _causal_mask(functional.pad(present, (0, padding)))
@@ -107,7 +107,7 @@ class Transformer(nn.Module):
 def _causal_mask(present: Tensor) -> Tensor:
     """Return a mask (batch, 1, positions, positions), true where attention is allowed.
 
-    A padded position sees itself, since a softmax over nothing is not a number.
+    A padded position sees itself, because a softmax over nothing is NaN.
     """
     size = present.shape[1]
     causal = torch.ones(size, size, dtype=torch.bool, device=present.device).tril()
@@ -117,9 +117,9 @@ def _causal_mask(present: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Losses:
-    """Mean cross-entropies, in nats per text token and per code, and how many positions there were.
+    """Mean cross-entropies, in nats per text token and per code, and the number of positions.
 
-    Of what a batch does not have, the mean is 0.
+    A mean is 0 if the batch has no text or no codes.
     """
 
     text: Tensor
@@ -134,8 +134,8 @@ class Losses:
 class SpeechLM(nn.Module):
     """A decoder-only transformer over text, codes and audio.
 
-    ``text_size`` and ``codes_size`` count the ids of text tokens and of one codebook, special ones included;
-    ``samples_per_frame`` those of a frame of audio.
+    ``text_size`` and ``codes_size`` are the numbers of ids of text tokens and of one codebook, with special ids.
+    ``samples_per_frame`` is the length of a frame of audio.
     """
 
     def __init__(
@@ -146,7 +146,7 @@ class SpeechLM(nn.Module):
         self.text_embedding = nn.Embedding(text_size, config.dim)
         self.codes_embedding = nn.Embedding(num_codebooks * codes_size, config.dim)
         self.audio_projection = nn.Linear(samples_per_frame // 2 + 1, config.dim)
-        # Of each kind of position, given or predicted.
+        # One embedding for each kind of position, given or predicted.
         self.part_embedding = nn.Embedding(2 * len(Kind), config.dim)
         self.transformer = Transformer(config)
         self.text_head = nn.Linear(config.dim, text_size)
@@ -155,14 +155,14 @@ class SpeechLM(nn.Module):
             nn.init.normal_(embedding.weight, std=0.02)
 
     def forward(self, batch: Mapping[str, Tensor]) -> Losses:
-        """Return the losses of a batch of a ``SpeechTextDataset``, which lists its tensors.
+        """Return the losses of a batch of a ``SpeechTextDataset``, whose docstring lists the tensors.
 
-        Every weight has a gradient, be it zero, whatever a batch has: ranks exchange the gradients of all of them.
+        Every weight gets a gradient, perhaps zero, for any batch, because ranks exchange the gradients of all weights.
         """
         kinds, predicted = batch["kinds"], batch["predicted"]
         present = kinds != Kind.PADDING
         hidden = self.transformer(self._embed(batch), present)
-        # A position is predicted by the one before it.
+        # Each position predicts the next one.
         hidden, following = hidden[:, :-1], predicted[:, 1:]
         is_text, is_codes = (following & (kinds[:, 1:] == kind) for kind in (Kind.TEXT, Kind.CODES))
         codes_logits = self.codes_head(hidden[is_codes]).unflatten(-1, (self.num_codebooks, self.codes_size))
@@ -173,7 +173,7 @@ class SpeechLM(nn.Module):
         )
 
     def _embed(self, batch: Mapping[str, Tensor]) -> Tensor:
-        """Embed a batch as (batch, positions, dim), each position by its kind, its part and its place in its span."""
+        """Embed a batch as (batch, positions, dim): content, kind (given or predicted), and place in the span."""
         kinds = batch["kinds"]
         shift = torch.arange(self.num_codebooks, device=kinds.device) * self.codes_size
         codes = self.codes_embedding(batch["codes"] + shift[:, None]).sum(dim=1)
@@ -186,14 +186,14 @@ class SpeechLM(nn.Module):
 
 
 def count_targets(batch: Mapping[str, Any]) -> tuple[int, int]:
-    """Return how many text tokens and codes of a batch are predicted."""
+    """Return the numbers of text tokens and codes to predict in a batch."""
     text, frames = ((batch["predicted"] & (batch["kinds"] == kind)).sum() for kind in (Kind.TEXT, Kind.CODES))
     return int(text), int(frames) * batch["codes"].shape[1]
 
 
 def _spectrum(audio: Tensor) -> Tensor:
     """Return the logarithmic spectrum (frames, bins) of samples (frames, samples of a frame)."""
-    # A Fourier transform of nothing is an error.
+    # torch refuses a Fourier transform of an empty tensor.
     bins = torch.fft.rfft(audio).abs() if len(audio) else audio[:, : audio.shape[1] // 2 + 1]
     return bins.log1p()
 
@@ -213,7 +213,7 @@ def _sinusoids(places: Tensor, dim: int) -> Tensor:
 
 
 def _mean_loss(logits: Tensor, ids: Tensor) -> Tensor:
-    """Return the mean cross-entropy of ids (...,) under logits (..., size); 0 of none."""
+    """Return the mean cross-entropy of ids (...,) under logits (..., size), or 0 without ids."""
     # Logits in bfloat16 are too coarse for a loss.
     precise = logits.to(torch.promote_types(logits.dtype, torch.float32))
     total = functional.cross_entropy(precise.flatten(0, -2), ids.flatten(), reduction="sum")
@@ -221,26 +221,26 @@ def _mean_loss(logits: Tensor, ids: Tensor) -> Tensor:
 
 
 def parallelize(model: SpeechLM, mesh: DeviceMesh, config: TrainConfig) -> None:
-    """Divide a model, which is the same on all ranks: layers along ``tp``, and what is left of them along ``dp``.
+    """Divide a model that is equal on all ranks: layers along ``tp``, then all parameters along ``dp``.
 
-    Gradients are added up along ``dp``, not averaged.
+    Gradients are summed along ``dp``, not averaged.
     """
     if config.tensor_parallel > 1:
         _divide_layers(model.transformer, mesh["tp"], config.sequence_parallel)
-        # With it, norms over both axes take one reduction.
+        # The flattened mesh lets norms over both axes use a single reduction.
         mesh["dp", "tp"]._flatten()
     dtype = torch.bfloat16 if config.precision == "bf16" else None
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=None if dtype is None else torch.float32)
-    # What is together is gathered together: a block at a time, then embeddings and heads.
+    # FSDP2 gathers each block separately, then embeddings and heads together.
     for module in (*model.transformer.blocks, model):
         sharded = fully_shard(module, mesh=mesh["dp"], mp_policy=policy)
         sharded.set_gradient_divide_factor(1.0)
-        # The other reductions that FSDP asks for are NCCL's alone.
+        # Only NCCL has the other reductions that FSDP uses.
         sharded.set_force_sum_reduction_for_comms(True)
 
 
 def _divide_layers(transformer: Transformer, mesh: DeviceMesh, sequence_parallel: bool) -> None:
-    """Divide heads and the width of feed-forward layers; with sequence parallelism, positions between them too."""
+    """Divide heads and feed-forward width and, with sequence parallelism, the positions between these layers."""
     between = Shard(1) if sequence_parallel else Replicate()
     plan: dict[str, ParallelStyle] = {
         "blocks.*.attention.query": ColwiseParallel(),
@@ -263,7 +263,7 @@ def _divide_layers(transformer: Transformer, mesh: DeviceMesh, sequence_parallel
             "blocks.*.feed_forward_norm": SequenceParallel(),
             "norm": SequenceParallel(),
         }
-    # All ranks have made the same weights: there is nothing to send.
+    # All ranks have equal weights, so none are sent.
     parallelize_module(transformer, mesh, plan, src_data_rank=None)
     if sequence_parallel:
         whole = PrepareModuleOutput(output_layouts=Shard(1), desired_output_layouts=Replicate())
@@ -273,8 +273,8 @@ def _divide_layers(transformer: Transformer, mesh: DeviceMesh, sequence_parallel
 def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float) -> None:
     """Scale gradients so that their norm over the whole model is at most ``max_norm``.
 
-    ``nn.utils.clip_grad_norm_`` takes parameters of one mesh, and those of layers that are divided along ``tp`` have
-    another one than the rest.
+    ``nn.utils.clip_grad_norm_`` accepts only parameters of one mesh, but layers divided along ``tp`` have a mesh of
+    their own.
     """
     by_mesh: dict[DeviceMesh, list[nn.Parameter]] = defaultdict(list)
     for parameter in parameters:

@@ -1,13 +1,13 @@
-"""Starts the ranks of a training as torchrun does, with a store that listens on one address instead of all.
+"""Start the ranks of a training as torchrun does, with a store that listens on one address only.
 
 python jobs/start_ranks.py --nnodes=2 --node-rank=0 --nproc-per-node=8 --rdzv-backend=bound \
     --rdzv-endpoint=ADDRESS:PORT --rdzv-conf=rank=0 SCRIPT [ARGUMENT...]
 
-The options are torchrun's. The backend ``bound`` is its static rendezvous, in which nothing is unpickled, but the first
-node binds ADDRESS alone: 127.0.0.1 where there is one node, and then PORT may be 0 for any free one.
+The options are torchrun's. The backend ``bound`` is torchrun's static rendezvous, which unpickles nothing, except that
+the first node binds only ADDRESS. With a single node, use 127.0.0.1; PORT 0 then selects a free port.
 
-On SIGTERM the ranks get it too, and this waits for them as long as they take, where torchrun kills them after 30
-seconds: a large checkpoint takes longer, and SLURM has its own limit.
+SIGTERM is forwarded to the ranks, and this process waits for them without a limit. torchrun would kill them after 30
+seconds, but a large checkpoint takes longer, and SLURM has its own limit.
 """
 
 import os
@@ -30,17 +30,17 @@ from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCP
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 from torch.distributed.run import main
 
-_SECONDS_TO_MEET = 600
+_RENDEZVOUS_SECONDS = 600
 
 
 class BoundRendezvous(StaticTCPRendezvous):
-    """The static rendezvous, whose store is bound to the address that the nodes know."""
+    """Static rendezvous whose store is bound to the address known to the nodes."""
 
     def get_backend(self) -> str:
         return "bound"
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Return what the ranks of this node need to find the others."""
+        """Return the information that the ranks of this node need to find the others."""
         if self._store is None:
             self._store = self._listen() if self.rank == 0 else TCPStore(
                 self.master_addr, self.master_port, self.world_size, is_master=False, timeout=self.timeout
@@ -55,19 +55,19 @@ class BoundRendezvous(StaticTCPRendezvous):
     def _listen(self) -> TCPStore:
         found = socket.getaddrinfo(self.master_addr, self.master_port, type=socket.SOCK_STREAM)
         if self.world_size > 1:
-            # A machine may know its own name as 127.0.1.1, and others connect to another address. An address that is
-            # given as one is meant: that of nodes which are one machine.
+            # A machine's own name may resolve to 127.0.1.1, which others cannot reach. A loopback address is allowed
+            # only if the endpoint gives it as such, because all nodes are then one machine.
             own = self.master_addr
             found = [one for one in found if one[4][0] == own or not ip_address(one[4][0]).is_loopback]
         if not found:
             raise SystemExit(
-                f"Error: --rdzv-endpoint: on this node {self.master_addr} is an address that other nodes cannot reach; "
-                "give the address that they have for this node instead of its name"
+                f"Error: --rdzv-endpoint: on this node, {self.master_addr} is an address that others cannot reach; "
+                "use this node's address in their network instead of its name"
             )
         family, *_, address = found[0]
         listener = socket.create_server(address[:2], family=family, backlog=2048)
         self.master_port = listener.getsockname()[1]
-        # The store closes the descriptor at its end.
+        # The store closes the descriptor when it ends.
         return TCPStore(
             self.master_addr, self.master_port, self.world_size, is_master=True, timeout=self.timeout,
             master_listen_fd=listener.detach(),
@@ -75,16 +75,16 @@ class BoundRendezvous(StaticTCPRendezvous):
 
 
 def make_handler(parameters: RendezvousParameters) -> RendezvousHandler:
-    """Return the rendezvous of this node, whose number ``--rdzv-conf`` has as ``rank``."""
+    """Return the rendezvous of this node, whose number is ``rank`` in ``--rdzv-conf``."""
     host, port = parse_rendezvous_endpoint(parameters.endpoint, default_port=0)
     return BoundRendezvous(
         host, port, int(parameters.config["rank"]), parameters.max_nodes, parameters.run_id,
-        parameters.get_as_int("timeout", _SECONDS_TO_MEET),
+        parameters.get_as_int("timeout", _RENDEZVOUS_SECONDS),
     )  # fmt: skip
 
 
-def hand_on(number: int, frame: object) -> None:
-    """Send a signal to the ranks, and go on; before there are any, end by it."""
+def forward_signal(number: int, frame: object) -> None:
+    """Send a signal to the ranks, or end by it if no ranks exist yet."""
     lists = Path("/proc/self/task").glob("*/children")
     ranks = [int(pid) for children in lists for pid in children.read_text().split()]
     if not ranks:
@@ -96,7 +96,7 @@ def hand_on(number: int, frame: object) -> None:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, hand_on)
+    signal.signal(signal.SIGTERM, forward_signal)
     rendezvous_handler_registry.register("bound", make_handler)
-    # torch takes the others.
+    # torch keeps handling the other signals.
     main(["--signals-to-handle=SIGINT,SIGHUP,SIGQUIT", *sys.argv[1:]])

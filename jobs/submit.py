@@ -1,4 +1,4 @@
-"""Submits stages to SLURM, or runs them here; the same as `sharmill submit`.
+"""Submit stages to SLURM, or run them here, like `sharmill submit`.
 
 python jobs/submit.py stage1|stage2|stage3|prepare|validate|all CONFIG... --cluster slurm --profile PROFILE
 """

@@ -1,4 +1,4 @@
-"""The configuration of the training example; without torch, so that jobs are launched in no time."""
+"""The configuration of the training example. It does not import torch, so that jobs start quickly."""
 
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
@@ -28,86 +28,86 @@ class TrainConfig:
     """Data, length, checkpoints and model of a training."""
 
     dataset: str
-    """Dataset directory to train on, with or without contexts; with ``loader``, the one whose codec the model has."""
+    """Dataset directory to train on, with or without contexts. With ``loader``, only its codec is used."""
     out_dir: str
     """Folder of checkpoints and logs."""
     codec: str | None = None
-    """Codec whose codes are the model's tokens; needed where the dataset has several."""
+    """Codec whose codes are the model's tokens; required if the dataset has several."""
     loader: str | None = None
-    """YAML file with settings of ``sharmill.training.get_dataloader``. NeMo's loader then makes the batches, of
-    whatever speech, text and conversations the settings name; ``null`` is the reader with lhotse's sampler."""
+    """YAML file with settings of ``sharmill.training.get_dataloader``. NeMo's loader then makes the batches from
+    the speech, text and conversations in the settings. ``null``: the reader with lhotse's sampler."""
     resumable: bool = True
-    """With ``loader``: a job goes on in the data where the one before ended, in the order of ``order_seed``; data and
-    settings with which that is impossible are errors. ``false``: each job begins all data anew. All jobs of a training
-    have the same."""
+    """With ``loader``: a job continues in the data where the previous one ended, in the order of ``order_seed``. Data
+    and settings that do not allow this are errors. ``false``: each job reads the data from the start. All jobs of a
+    training must agree."""
     shard_seed: Literal["randomized", "trng"] | int = "randomized"
-    """With ``loader``: NeMo's setting for the order of data of other types."""
+    """With ``loader``: NeMo's setting for the order of other types of data."""
     max_steps: Positive = 1000
     """Number of training steps."""
     checkpoint_every: Positive = 100
     """Steps between checkpoints."""
     checkpoint_seconds: Above0 | None = None
-    """Seconds after which a checkpoint is saved besides; ``null`` goes by steps alone."""
+    """Seconds between additional checkpoints; ``null`` counts only steps."""
     keep: Positive = 2
-    """Number of checkpoints that are kept."""
+    """Number of checkpoints to keep."""
     batch_seconds: Above0 = 60.0
-    """Target audio of a batch on each rank, in seconds, padding included, also of a dataset in ``validation``. With
-    ``loader`` the settings there say how large a batch is."""
+    """Target audio of a batch on each rank, in seconds with padding, also for a dataset in ``validation``. With
+    ``loader``, its settings define the size of a batch."""
     batches_per_step: Positive | None = None
-    """Batches of all ranks together that one step is made of, a multiple of the number of data-parallel ranks; ``null``
-    is one of each. With ``canonical: N`` in the settings of ``loader`` and N here, steps do not depend on the ranks."""
+    """Total number of batches per step, a multiple of the number of data-parallel ranks; ``null`` is one per rank. With
+    the same number as ``canonical`` in the settings of ``loader``, steps do not depend on the number of ranks."""
     validation: str | None = None
     """Dataset directory with codes of the same codec, or YAML file with settings of the loader (its ``validation_ds``,
-    if it has one), whose mean loss goes to ``validation.jsonl``. All of it is read once, in the order of its files,
-    with slices of contexts by the ``seed`` of these settings (0)."""
+    if it has one). All of it is read once in file order, and the mean loss is written to ``validation.jsonl``. The
+    ``seed`` of these settings (0) selects slices of contexts."""
     validate_every: Positive = 100
     """Steps between validations."""
     num_workers: Annotated[int, msgspec.Meta(ge=0)] = 1
-    """Processes that read data, per rank. With ``loader`` the ``num_workers`` of its settings count."""
+    """Worker processes that read data, per rank. With ``loader``, ``num_workers`` in its settings applies instead."""
     data_timeout: Above0 = 1800.0
     """Seconds that a rank waits for a batch before it ends with an error."""
     leave_timeout: Above0 = 15.0
-    """The same after SIGTERM. torchrun kills ranks after 30 seconds, so that there all batches of a step have to come
-    sooner; ``jobs/start_ranks.py`` lets them take as long as they need."""
+    """Seconds that a rank waits for a batch after SIGTERM. torchrun kills ranks after 30 seconds, so all batches of a
+    step must arrive within that time. ``jobs/start_ranks.py`` sets no limit."""
     order_seed: int = 0
-    """Seed of the order of the data; one for the whole training."""
+    """Seed of the order of the data, the same for the whole training."""
     seed: int | None = None
-    """Seed of first weights and slices of contexts. Checkpoints keep it: the jobs of one training have the same, and
-    another one is refused. ``null`` is that of the checkpoint, or draws one, and logs it."""
+    """Seed of initial weights and slices of contexts. Checkpoints store it, and later jobs with another seed are
+    refused. ``null`` takes the checkpoint's seed, or draws one and logs it."""
     learning_rate: Above0 = 1e-3
     """Learning rate of AdamW after the warm-up."""
     warmup_steps: Positive = 50
     """Steps over which the learning rate rises."""
     precision: Literal["fp32", "bf16", "bf16-true"] = "fp32"
-    """Arithmetic: with ``bf16`` layers compute in bfloat16, while weights, optimizer and sums of gradients stay
-    float32; with ``bf16-true`` all are bfloat16."""
+    """Arithmetic. ``bf16``: layers compute in bfloat16, while weights, optimizer and gradient sums stay float32.
+    ``bf16-true``: everything is bfloat16."""
     tensor_parallel: Positive = 1
-    """Ranks that share the attention heads and feed-forward layers of one copy of the model, and read the same data: a
-    divisor of the number of ranks and of ``num_heads``. The other ranks are data-parallel, with sharded parameters."""
+    """Number of ranks that share the attention heads and feed-forward layers of one copy of the model and read the same
+    data: a divisor of the number of ranks and of ``num_heads``. Copies are data-parallel, with sharded parameters."""
     sequence_parallel: bool = False
-    """With ``tensor_parallel``: those ranks divide the positions between the layers too, which saves memory."""
+    """With ``tensor_parallel``: these ranks also divide the positions between the layers, which saves memory."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Device of the model; ``auto`` is a GPU where there is one."""
+    """Device of the model; ``auto`` is a GPU if the machine has one."""
     log_ids: bool = False
     """Write the ids of the cuts of every step to ``steps.rank<n>.jsonl``."""
     tensorboard: bool = False
-    """Write curves of losses, speed and waiting to ``tensorboard/``, as TensorBoard reads them."""
+    """Write TensorBoard curves of losses, speed and waiting to ``tensorboard/``."""
     wandb_project: str | None = None
-    """Project of Weights & Biases that gets the same curves, of all jobs in one run; ``null`` logs nothing. Without
-    network, ``WANDB_MODE=offline`` keeps them in ``wandb/`` for ``wandb sync``."""
+    """Project of Weights & Biases for the same curves, with all jobs in one run; ``null`` logs nothing. Without a
+    network, ``WANDB_MODE=offline`` stores them in ``wandb/`` for ``wandb sync``."""
     wandb_name: str | None = None
-    """Name of the run there; by default that of ``out_dir``."""
+    """Name of the run in Weights & Biases; by default the name of ``out_dir``."""
     progress_seconds: NotNegative = 10.0
-    """Seconds between lines with step, loss, speed and time left."""
+    """Seconds between lines with step, loss, speed and remaining time."""
     model: ModelConfig = field(default_factory=ModelConfig)
     """Sizes of the model: see below."""
 
     def __post_init__(self) -> None:
         require(
             self.model.num_heads % self.tensor_parallel == 0,
-            f"tensor_parallel: {self.tensor_parallel} ranks cannot share {self.model.num_heads} attention heads",
+            f"tensor_parallel: {self.tensor_parallel} ranks cannot share {self.model.num_heads} attention heads evenly",
         )
         require(
             self.tensor_parallel > 1 or not self.sequence_parallel,
-            "sequence_parallel works among the ranks of tensor_parallel, which must be more than one",
+            "sequence_parallel needs tensor_parallel, which must be more than one",
         )

@@ -1,4 +1,4 @@
-"""The batches of the training example, and their state."""
+"""Batches of the training example, and their state."""
 
 import multiprocessing
 import signal
@@ -23,42 +23,41 @@ from sharmill.training.tokenizers import PromptTokenizer, load_tokenizer
 
 _TEXT_BOS, _TEXT_EOS = 256, 257
 _TEXT_SIZE = 258
-# For lhotse's samplers: the reader has given this rank and worker their part already.
-_WHOLE = {"rank": 0, "world_size": 1}
-# BOS and EOS, which SpeechTextDataset adds to the codes.
-_NUM_MARKS = 2
+# lhotse's samplers must not divide the data, because the reader already has.
+_UNDIVIDED = {"rank": 0, "world_size": 1}
+# SpeechTextDataset adds BOS and EOS to the codes.
+_NUM_SPECIAL_IDS = 2
 
 
 def make_data(config: TrainConfig, mesh: DeviceMesh, *, seed: int) -> "ExactData | MixedData":
-    """Return the batches that the configuration asks for: the same ones on all ranks along ``tp``."""
-    kind = ExactData if config.loader is None else MixedData
-    return kind(config, mesh, seed=seed)
+    """Return the batches of a configuration, which are equal on all ranks along ``tp``."""
+    return (ExactData if config.loader is None else MixedData)(config, mesh, seed=seed)
 
 
 def data_kind(config: TrainConfig) -> str:
-    """Return what the place in the data is a place in: between kinds no job can go on."""
+    """Return the kind of data; a position in one kind of data has no meaning in another."""
     if config.loader is None:
         return "without loader"
     return "loader and resumable: true" if config.resumable else "loader and resumable: false"
 
 
 def validation_batches(config: TrainConfig, mesh: DeviceMesh) -> Iterator[dict[str, Any]]:
-    """Yield this rank's part of ``validation`` once, the same batches each time; ranks may have unequal numbers."""
+    """Yield this rank's part of ``validation`` once, always in the same batches; ranks may have unequal numbers."""
     assert config.validation is not None
     rank, world_size = mesh["dp"].get_local_rank(), mesh["dp"].size()
     if not config.validation.endswith((".yaml", ".yml")):
         cuts = open_shar(config.validation, _fields(config), codec=config.codec, rank=rank, world_size=world_size)
         tensors = _tensors(config, seed=0)
-        for batch in DynamicCutSampler(cuts, max_duration=config.batch_seconds, **_WHOLE):
+        for batch in DynamicCutSampler(cuts, max_duration=config.batch_seconds, **_UNDIVIDED):
             yield tensors[batch]
         return
     from sharmill.training import get_dataloader
     from sharmill.training.nemo.settings import entries_of, read_train_settings, sections_of, tag_names
 
     settings = read_train_settings(config.validation, "validation_ds")
-    # NeMo would draw the other seeds anew in each process, also in those that are to have the same batches.
+    # NeMo would draw other kinds of seeds in each process, even if processes need the same batches.
     seed = found if isinstance(found := settings.get("seed"), int) else 0
-    # Read by this process, and divided among the ranks as a stream is: without the copies that even out batches.
+    # This process reads the data as a stream, because a map dataset would add copies to even out the ranks.
     settings |= {"force_finite": True, "shuffle": False, "num_workers": 0, "seed": seed, "shard_seed": seed}
     settings.pop("canonical", None)
     for section in sections_of(settings):
@@ -90,19 +89,19 @@ def _tensors(config: TrainConfig, seed: int, tags: Sequence[str] = ()) -> Speech
 
 
 def model_sizes(config: TrainConfig) -> dict[str, int]:
-    """Return the sizes of text, codes and frames that the model is made for; ids of codes include their marks."""
+    """Return the model's sizes of text, codes and frames; the number of code ids includes BOS and EOS."""
     form = CodecForm.of_dataset(config.dataset, config.codec)
     assert form.num_codebooks is not None
     return {
         "text_size": _TEXT_SIZE,
         "num_codebooks": form.num_codebooks,
-        "codes_size": form.codebook_size + _NUM_MARKS,
+        "codes_size": form.codebook_size + _NUM_SPECIAL_IDS,
         "samples_per_frame": form.samples_per_frame,
     }
 
 
 class ExactData:
-    """Batches by duration of our reader's cuts: from its state every cut comes once per epoch whatever happens."""
+    """Batches by duration from sharmill's reader; every cut comes once per epoch despite interruptions."""
 
     merge = staticmethod(merge_loader_states)
 
@@ -117,7 +116,7 @@ class ExactData:
             world_size=mesh["dp"].size(),
             infinite=True,
         )
-        batches = partial(DynamicCutSampler, max_duration=config.batch_seconds, **_WHOLE)
+        batches = partial(DynamicCutSampler, max_duration=config.batch_seconds, **_UNDIVIDED)
         self._dataset = ResumableDataset(cuts, batches, finish=_tensors(config, seed).__getitem__)
         self._num_workers = config.num_workers
         self.load_state_dict = self._dataset.load_state_dict
@@ -130,14 +129,14 @@ class ExactData:
 
     @cached_property
     def _loader(self) -> StatefulDataLoader:
-        """The loader, whose workers have the state that was loaded before."""
+        """The loader, whose workers start from the loaded state."""
         return StatefulDataLoader(
-            self._dataset, batch_size=None, num_workers=self._num_workers, worker_init_fn=_outlive_sigterm
+            self._dataset, batch_size=None, num_workers=self._num_workers, worker_init_fn=_ignore_sigterm
         )
 
 
 class MixedData:
-    """NeMo's multimodal loader: every example comes once per epoch, unless ``resumable`` is false."""
+    """Batches from NeMo's multimodal loader; every example comes once per epoch unless ``resumable`` is false."""
 
     def __init__(self, config: TrainConfig, mesh: DeviceMesh, *, seed: int) -> None:
         self._config, self._mesh, self._seed = config, mesh, seed
@@ -151,7 +150,7 @@ class MixedData:
                 yield batch
             if is_empty:
                 raise ConfigError(
-                    f"{self._config.loader} gives this rank no batch: look at its filters and limits",
+                    f"{self._config.loader} gives this rank no batch; check its filters and limits",
                     code="too_few_cuts",
                 )
 
@@ -168,7 +167,7 @@ class MixedData:
 
     @cached_property
     def _loader(self) -> Any:
-        """The loader with its own settings, but for the order of the data, which is the training's."""
+        """The loader with its own settings, except for the order of the data, which the training sets."""
         from sharmill.training import get_dataloader
         from sharmill.training.nemo.entries import is_divisible
         from sharmill.training.nemo.settings import read_train_settings, sources_of, tag_names
@@ -188,22 +187,22 @@ class MixedData:
             resumable=self._config.resumable,
             state=self._state,
         )
-        # NeMo has no public name for what its wrapper reads: None where the batches are another rank's.
+        # NeMo's wrapper has no public name for its source. It is None if another rank reads the batches.
         if (source := loader._source) is not None:
-            source.worker_init_fn = partial(_outlive_sigterm, then=source.worker_init_fn)
+            source.worker_init_fn = partial(_ignore_sigterm, then=source.worker_init_fn)
         return loader
 
 
-def end_readers() -> None:
-    """End the processes that read: at its exit Python would ask them to end by SIGTERM, and wait for ever."""
-    # torch takes the end of one for an accident.
+def kill_workers() -> None:
+    """Kill the workers, because Python would send SIGTERM at exit, which they ignore, and wait forever."""
+    # torch would raise an error about the killed workers.
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     for process in multiprocessing.active_children():
         process.kill()
 
 
-def _outlive_sigterm(worker: int, then: Callable[[int], None] | None = None) -> None:
-    """Ignore SIGTERM, which SLURM sends to every process: without its workers a rank cannot go on to a checkpoint."""
+def _ignore_sigterm(worker: int, then: Callable[[int], None] | None = None) -> None:
+    """Ignore SIGTERM, which SLURM sends to every process: a rank needs its workers to reach the checkpoint."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if then is not None:
         then(worker)

@@ -1,6 +1,6 @@
-"""The ranks of the training example, the folder that one training has to itself, and its checkpoints.
+"""The ranks of the training example, the lock on its folder, and its checkpoints.
 
-A checkpoint is whole or not there, written by all ranks, and read by any number of them.
+All ranks write a checkpoint, any number of ranks can read it, and it is published atomically.
 """
 
 import json
@@ -27,15 +27,15 @@ from sharmill.files.atomic import make_folder, publish_directory, remove_at_once
 from sharmill.files.checksums import checksum
 from sharmill.files.locks import FolderLock
 
-# The job before may be on its way out.
-_SECONDS_TO_WAIT_FOR_LOCK = 5.0
+# The previous job may still be exiting.
+_LOCK_WAIT_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
 class World:
-    """The ranks of this training, as torchrun numbers them, on a mesh of the axes ``dp``, ``cp`` and ``tp``.
+    """The ranks of this training, numbered by torchrun, on a mesh with the axes ``dp``, ``cp`` and ``tp``.
 
-    Ranks along ``tp`` share the layers, and read the same data; there is no context parallelism, so that ``cp`` is 1.
+    Ranks along ``tp`` share the layers and read the same data. ``cp`` is 1, since there is no context parallelism.
     """
 
     rank: int
@@ -54,24 +54,24 @@ class World:
         dist.all_gather_object(values, value)
         return values
 
-    def add_up(self, values: torch.Tensor) -> torch.Tensor:
-        """Return the sum of the values over the parts of the data."""
+    def sum_over_data(self, values: torch.Tensor) -> torch.Tensor:
+        """Return the sum of the values over the data-parallel ranks."""
         dist.all_reduce(values, group=self.mesh["dp"].get_group())
         return values
 
     def any(self, *values: bool) -> list[bool]:
-        """Return for each value, on every rank, if it is true on any: so all ranks decide alike."""
+        """Return for each value whether it is true on any rank, so that all ranks decide alike."""
         flags = torch.tensor([int(value) for value in values], device=self.device)
         dist.all_reduce(flags, dist.ReduceOp.MAX)
         return [bool(flag) for flag in flags.tolist()]
 
 
 @contextmanager
-def world_of(config: TrainConfig) -> Iterator[World]:
-    """Join the other ranks that torchrun started; without it there is one rank.
+def join_world(config: TrainConfig) -> Iterator[World]:
+    """Join the other ranks started by torchrun; without torchrun there is one rank.
 
     Raises:
-        ConfigError: the ranks cannot be divided by ``tensor_parallel``, or there are fewer GPUs on the node than ranks.
+        ConfigError: the ranks cannot be divided by ``tensor_parallel``, or the node has fewer GPUs than ranks.
     """
     rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     if size % config.tensor_parallel:
@@ -82,11 +82,11 @@ def world_of(config: TrainConfig) -> Iterator[World]:
     use_cuda = config.device == "cuda" or (config.device == "auto" and torch.cuda.is_available())
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if use_cuda else torch.device("cpu")
     if use_cuda:
-        # Every rank of the node finds this, and none waits for another.
+        # Every rank of the node detects this before it waits for another.
         ranks, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), torch.cuda.device_count()
         if gpus < ranks:
             raise ConfigError(
-                f"device: {ranks} ranks on this node need a GPU each, and torch finds {gpus}; device=cpu needs none",
+                f"device: {ranks} ranks on this node need a GPU each, but torch finds {gpus}; use device=cpu",
                 code="bad_config_value",
             )
         torch.cuda.set_device(device)
@@ -94,7 +94,7 @@ def world_of(config: TrainConfig) -> Iterator[World]:
     if size > 1:
         dist.init_process_group(backend)
     else:
-        # It meets nobody, and listens on no network.
+        # A single rank needs no network, so it listens only on the loopback address.
         os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     try:
@@ -105,11 +105,11 @@ def world_of(config: TrainConfig) -> Iterator[World]:
 
 
 @contextmanager
-def alone_in(out_dir: Path, world: World) -> Iterator[None]:
-    """Keep other trainings out of a folder: two would write over each other's checkpoints.
+def lock_out_dir(out_dir: Path, world: World) -> Iterator[None]:
+    """Lock a folder against other trainings, which would overwrite the checkpoints.
 
     Raises:
-        ConfigError: there is one, or it is no folder.
+        ConfigError: another training holds the lock, or the path is not a folder.
         FatalError: the lock cannot be written.
     """
     refused: SharmillError | None = None
@@ -117,7 +117,7 @@ def alone_in(out_dir: Path, world: World) -> Iterator[None]:
         if world.rank == 0:
             try:
                 out_dir.mkdir(parents=True, exist_ok=True)
-                stack.enter_context(FolderLock(out_dir, wait_seconds=_SECONDS_TO_WAIT_FOR_LOCK))
+                stack.enter_context(FolderLock(out_dir, wait_seconds=_LOCK_WAIT_SECONDS))
             except ConfigError as error:
                 refused = ConfigError(f"{error}, or use another out_dir", code=error.code)
             except FatalError as error:
@@ -132,15 +132,15 @@ def alone_in(out_dir: Path, world: World) -> Iterator[None]:
 _CHECKPOINT = re.compile(r"step-(\d{9})")
 _RECORD = "record.json"
 _KEYS = {"step": int, "seed": int, "sizes": dict, "data_kind": str, "data": (dict, type(None)), "files": dict}
-# Values of the optimizer under the names of their parameters: another layout has them in other groups.
+# Optimizer values are stored by parameter name, because the groups depend on the layout.
 _OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
 class Checkpoints:
     """The newest checkpoints in ``out_dir``.
 
-    Each is a folder ``step-<n>``: every rank's part of model and optimizer, as ``torch.distributed.checkpoint`` writes
-    them, and ``record.json`` with all else, the place in the data among it.
+    Each is a folder ``step-<n>`` with the model and optimizer parts of all ranks, written by
+    ``torch.distributed.checkpoint``, and with ``record.json``, which includes the position in the data.
     """
 
     def __init__(self, out_dir: Path, keep: int, world: World) -> None:
@@ -151,14 +151,14 @@ class Checkpoints:
             make_folder(self._folder)
             remove_temp_files(self._folder)
         newest = self._paths()[-1:] if world.rank == 0 else []
-        # One rank looks: on a shared disk the others may see another state of the folder.
+        # Only one rank looks, because others may see another state of the shared folder.
         self._newest: Path | None = next(iter(world.gather(newest)[0]), None)
 
     def read_record(self) -> dict[str, Any] | None:
-        """Return the record of the newest checkpoint; None where there is none.
+        """Return the record of the newest checkpoint, or None if there is no checkpoint.
 
         Raises:
-            ConfigError: it is damaged.
+            ConfigError: the checkpoint is damaged.
         """
         if self._newest is None:
             return None
@@ -168,14 +168,14 @@ class Checkpoints:
             raise self._damaged(error) from error
         for key, kinds in _KEYS.items():
             if not isinstance(record, dict) or not isinstance(record.get(key, ...), kinds):
-                raise self._damaged(f"{_RECORD} has no {key} as this sharmill writes it")
+                raise self._damaged(f"{_RECORD} has no valid {key}")
         return record
 
     def load(self, model: nn.Module, optimizer: Optimizer, files: dict[str, Any]) -> None:
-        """Load the newest checkpoint, whatever number of ranks and layout wrote it; ``files`` are those of its record.
+        """Load the newest checkpoint, written by any number of ranks in any layout; its record lists ``files``.
 
         Raises:
-            ConfigError: it is damaged.
+            ConfigError: the checkpoint is damaged.
         """
         self._check(files)
         model_state, optimizer_state = get_state_dict(model, optimizer, options=_OPTIONS)
@@ -183,7 +183,7 @@ class Checkpoints:
         try:
             dcp.load(state, checkpoint_id=self._newest)
         except CheckpointException as errors:
-            raise self._damaged(_first_of(errors)) from errors
+            raise self._damaged(_first_error(errors)) from errors
         set_state_dict(
             model,
             optimizer,
@@ -193,37 +193,40 @@ class Checkpoints:
         )
 
     def save(self, model: nn.Module, optimizer: Optimizer, record: dict[str, Any]) -> None:
-        """Save a checkpoint of ``record["step"]`` on all ranks, and remove old ones.
+        """Save a checkpoint for ``record["step"]`` on all ranks, and remove old ones.
 
         Raises:
             FatalError: a rank cannot write its part.
         """
         final = self._folder / f"step-{record['step']:09d}"
-        aside = self._world.gather(temp_path(final))[0]
+        temp_folder = self._world.gather(temp_path(final))[0]
         model_state, optimizer_state = get_state_dict(model, optimizer, options=_OPTIONS)
-        writer = dcp.FileSystemWriter(aside, sync_files=True)
+        writer = dcp.FileSystemWriter(temp_folder, sync_files=True)
         try:
             dcp.save({"model": model_state, "optimizer": optimizer_state}, storage_writer=writer)
         except CheckpointException as errors:
-            raise FatalError(f"cannot write {final}: {_first_of(errors)}", code="disk") from errors
-        # Those that each rank wrote, and rank 0 the list of what is in them.
-        own = [*aside.glob(f"__{self._world.rank}_*"), *([aside / ".metadata"] if self._world.rank == 0 else [])]
-        files = self._world.gather({path.name: _facts_of(path) for path in own})
+            raise FatalError(f"cannot write {final}: {_first_error(errors)}", code="disk") from errors
+        # Each rank describes its own files; rank 0 also wrote the metadata.
+        own = [
+            *temp_folder.glob(f"__{self._world.rank}_*"),
+            *([temp_folder / ".metadata"] if self._world.rank == 0 else []),
+        ]
+        files = self._world.gather({path.name: _size_and_checksum(path) for path in own})
         if self._world.rank == 0:
-            record = record | {"files": {name: facts for part in files for name, facts in part.items()}}
-            (aside / _RECORD).write_text(json.dumps(record), encoding="utf-8")
-            publish_directory(aside, final)
+            record["files"] = {name: facts for part in files for name, facts in part.items()}
+            (temp_folder / _RECORD).write_text(json.dumps(record), encoding="utf-8")
+            publish_directory(temp_folder, final)
             for path in self._paths()[: -self._keep]:
                 remove_at_once(path)
 
     def _check(self, files: dict[str, Any]) -> None:
-        """Raise ConfigError on every rank for a file that is not as it was written; each reads a part of them."""
+        """Raise ConfigError on every rank if a file has changed; each rank reads a part of the files."""
         assert self._newest is not None
         damaged = ""
         for name, facts in sorted(files.items())[self._world.rank :: self._world.size]:
             try:
-                if _facts_of(self._newest / name) != facts:
-                    damaged = f"{name} is not as it was written"
+                if _size_and_checksum(self._newest / name) != facts:
+                    damaged = f"{name} has changed since it was written"
             except (OSError, SharmillError) as error:
                 damaged = f"{name}: {error}"
         for said in self._world.gather(damaged):
@@ -232,8 +235,8 @@ class Checkpoints:
 
     def _damaged(self, error: BaseException | str) -> ConfigError:
         return ConfigError(
-            f"{self._newest} is damaged: {str(error).strip() or type(error).__name__}; remove it to go on from the "
-            "checkpoint before it",
+            f"{self._newest} is damaged: {str(error).strip() or type(error).__name__}; remove it to resume from the "
+            "previous checkpoint",
             code="wrong_state",
         )
 
@@ -241,11 +244,11 @@ class Checkpoints:
         return sorted(path for path in self._folder.iterdir() if _CHECKPOINT.fullmatch(path.name))
 
 
-def _facts_of(path: Path) -> list[Any]:
-    """Return what a file is known by later: its size and checksum."""
+def _size_and_checksum(path: Path) -> list[Any]:
+    """Return the size and checksum of a file."""
     return [path.stat().st_size, checksum(path)]
 
 
-def _first_of(errors: CheckpointException) -> BaseException:
-    """Return the first error of any rank; each comes with its traceback."""
+def _first_error(errors: CheckpointException) -> BaseException:
+    """Return the first error of any rank; failures are pairs of an error and its traceback."""
     return next(iter(errors.failures.values()))[0]

@@ -1,8 +1,8 @@
-"""Starts a Ray worker beside a head on 127.0.0.1, with the arguments of ``ray``: for trials on one host.
+"""Start a Ray worker beside a head on 127.0.0.1, for tests on one host; the arguments are those of ``ray``.
 
-Ray replaces 127.0.0.1 by an address that others can reach, and then listens everywhere. Where it takes itself for a
-cluster of one machine (RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0, which ray.sbatch sets) it stays on 127.0.0.1, but refuses a
-second node. Only private names of Ray allow that; they were tried with Ray 2.60.
+Ray replaces 127.0.0.1 by a reachable address, and then listens everywhere. In the mode for a single machine
+(RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0, set by ray.sbatch), it stays on 127.0.0.1 but refuses a second node. Only private
+names of Ray can change that; they were tested with Ray 2.60.
 """
 
 from ray._private import ray_constants, services

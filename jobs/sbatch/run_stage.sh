@@ -1,13 +1,13 @@
 #!/bin/bash
-# run_stage.sh STAGE CONFIG... [KEY=VALUE...]: what the sbatch files of this folder run.
-# The task with index N of a job array takes the N-th configuration, on the cores and GPUs of its job.
+# run_stage.sh STAGE CONFIG... [KEY=VALUE...] runs one stage for the sbatch files of this folder.
+# Task N of a job array takes the N-th configuration, on the cores and GPUs of its job.
 set -euo pipefail
 
 stage=$1
 shift
 configs=() overrides=()
 for argument in "$@"; do
-    # As the command line has it: a path may hold a "=" as well, but no key before it.
+    # A path may also contain "=", but not directly after a key.
     if [[ $argument =~ ^[][[:alnum:]_.-]*= ]]; then
         overrides+=("$argument")
     else
@@ -20,7 +20,7 @@ if ((index >= ${#configs[@]})); then
     exit 2
 fi
 
-# GPU stages: one rank per GPU, which is what auto means. Without GPUs: one rank per core of the job.
+# "auto" is one rank per GPU. Without GPUs, use one rank per core of the job.
 workers=auto
 [[ -n ${SLURM_GPUS_ON_NODE:-} ]] || workers=${SLURM_CPUS_PER_TASK:-1}
 [[ -d .venv/bin ]] && PATH=$PWD/.venv/bin:$PATH
@@ -28,12 +28,12 @@ workers=auto
 sharmill run "${configs[index]}" "$stage" "executor.workers=$workers" "${overrides[@]}" &
 run=$!
 
-# The plain number of an array's last task means the whole array.
+# The plain job number of an array's last task would mean the whole array.
 job=${SLURM_JOB_ID}
 [[ -z ${SLURM_ARRAY_JOB_ID:-} ]] || job=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID
 
-# Before the time limit (--signal in the sbatch files) the run is ended; the job is queued again and goes on from the
-# ledger, which has all units but those in flight. After preemption or the loss of a node SLURM does that by itself.
+# Before the time limit (--signal in the sbatch files), end the run and requeue the job, which continues from the ledger
+# of finished units. After preemption or the loss of a node, SLURM requeues the job itself.
 queue_again() {
     kill -TERM "$run" 2>/dev/null || true
     wait "$run" || true
@@ -44,7 +44,7 @@ trap 'kill -TERM "$run" 2>/dev/null || true' TERM
 
 status=0
 wait "$run" || status=$?
-# A trap ends the first wait; the run itself may still be on its way out.
+# A trap ends only the wait; the run itself may still be exiting.
 while kill -0 "$run" 2>/dev/null; do
     wait "$run" || status=$?
 done

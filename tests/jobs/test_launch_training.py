@@ -118,7 +118,7 @@ def test_a_refusal_names_what_was_asked_for(
         (["-n", "1", "{config}", "max_stepz=1"], "max_steps"),
         (["-n", "1", "--script", "salm_trein.py", "{config}"], "no salm_trein.py"),
         (["-n", "1", "--nodes", "0", "{config}"], "--nodes"),
-        (["-n", "1", "--nodes", "2", "jobs/sbatch/ray.sbatch"], "by itself"),
+        (["-n", "1", "--nodes", "2", "jobs/sbatch/ray.sbatch"], "requests its own resources"),
         (
             [
                 "-n",
@@ -128,7 +128,7 @@ def test_a_refusal_names_what_was_asked_for(
                 "configs/training/salm.yaml",
                 "data.train_ds.shard_seed=randomized",
             ],
-            "shard_seed: randomized with resumable: true, but each job has another seed: give a number",
+            "shard_seed: randomized with resumable: true, but each job has another seed; use a number",
         ),
     ],
 )

@@ -2,7 +2,7 @@
 
 python examples/build_dataset.py MANIFEST AUDIO_ROOT OUTPUT
 
-``OUTPUT/dataset`` is the dataset. Give the same command again after an interruption: it goes on.
+``OUTPUT/dataset`` is the dataset. Repeat the command after an interruption to continue.
 """
 
 import sys
@@ -14,7 +14,7 @@ from sharmill.pipeline import run_dataset
 
 
 def main(manifest: str, audio_root: str, output: Path) -> int:
-    # The keys are those of a YAML configuration; what is left out has its default.
+    # The keys are the same as in a YAML configuration; omitted keys have their defaults.
     config = to_config(
         {
             "name": "example",
@@ -31,12 +31,12 @@ def main(manifest: str, audio_root: str, output: Path) -> int:
     for stage, outcome in result.stages:
         if outcome.totals is not None:
             print(f"{stage.name}: {outcome.totals.num_in} records in, {outcome.totals.num_out} out")
-    report = result.report  # of the stage validate; None if a stage before it has failed units
+    report = result.report  # by the stage validate; None if an earlier stage has failed units
     return 0 if report is not None and not report.errors else 1
 
 
 if __name__ == "__main__":
     if len(sys.argv) != 4:
         sys.exit(__doc__)
-    # Ranks are processes that import this file again, so that work must stand below this line.
+    # Ranks are processes that import this file again, so all work must start below this line.
     sys.exit(main(sys.argv[1], sys.argv[2], Path(sys.argv[3])))

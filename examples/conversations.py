@@ -1,13 +1,13 @@
-"""Write conversations of which both sides are recorded as a Shar for NeMo's speech-to-speech models.
+"""Write conversations with both sides recorded as a Shar for NeMo's speech-to-speech models.
 
 python examples/conversations.py MANIFEST OUTPUT
 
-A line of MANIFEST is JSON: ``{"id": "c1", "user_audio_filepath": "u.wav", "agent_audio_filepath": "a.wav", "turns":
+Each line of MANIFEST is JSON: ``{"id": "c1", "user_audio_filepath": "u.wav", "agent_audio_filepath": "a.wav", "turns":
 [{"role": "user", "start": 0.0, "duration": 1.5, "text": "..."}, {"role": "assistant", ...}]}``, with paths relative to
-the manifest. Both files are mono and equally long: each is silent while the other side speaks.
+the manifest. Both files are mono and equally long, and each is silent while the other side speaks.
 
-In OUTPUT the user's side is the field ``recording``, the agent's ``target_audio``, and each turn is a supervision whose
-speaker is its role. The folder is there when it is whole.
+In OUTPUT, the user's side is the field ``recording``, and the agent's side is ``target_audio``. Each turn is a
+supervision whose speaker is its role. OUTPUT appears only once it is complete.
 """
 
 import json
@@ -25,21 +25,21 @@ from sharmill.shar.index import read_dataset
 from sharmill.shar.rebuild import rebuild_index
 
 ROLES = ("user", "assistant")
-# Of lengths, since files are cut to whole samples or blocks.
+# Seconds by which lengths may differ, since files end at whole samples or blocks.
 TOLERANCE = 0.01
 
 
 def read_conversations(manifest: Path) -> Iterator[MonoCut]:
-    """Yield a cut of each line.
+    """Yield a cut for each line.
 
     Raises:
-        ConfigError: a line is not as it should be; the message has its number.
+        ConfigError: a line is invalid; the message names its number.
     """
     for number, line in enumerate(manifest.read_text(encoding="utf-8").splitlines(), start=1):
         try:
             yield make_cut(json.loads(line), manifest.parent)
         except KeyError as error:
-            raise ConfigError(f"{manifest}, line {number}: there is no {error}", code="bad_manifest") from error
+            raise ConfigError(f"{manifest}, line {number}: the key {error} is missing", code="bad_manifest") from error
         except (TypeError, ValueError, AudioLoadingError) as error:
             what = str(error).partition("\n")[0]
             raise ConfigError(f"{manifest}, line {number}: {what}", code="bad_manifest") from error
@@ -52,14 +52,14 @@ def make_cut(record: dict[str, Any], folder: Path) -> MonoCut:
         for side in ("user", "agent")
     )
     if user.num_channels != 1 or agent.num_channels != 1 or abs(user.duration - agent.duration) > TOLERANCE:
-        raise ValueError(f"its sides are not two mono files of one length: {user.duration} s and {agent.duration} s")
+        raise ValueError(f"the sides must be mono files of equal length, not {user.duration} s and {agent.duration} s")
     cut = user.to_cut().with_id(record["id"])
     cut.target_audio = agent
     for number, turn in enumerate(record["turns"]):
         if turn["role"] not in ROLES:
-            raise ValueError(f"the role of turn {number} is {turn['role']!r}, not one of {', '.join(ROLES)}")
+            raise ValueError(f"the role of turn {number} is {turn['role']!r}; it must be one of {', '.join(ROLES)}")
         if not 0 <= turn["start"] < turn["start"] + turn["duration"] <= cut.duration + TOLERANCE:
-            raise ValueError(f"turn {number} does not lie within the {cut.duration} s of the audio")
+            raise ValueError(f"turn {number} is outside the audio, which has {cut.duration} s")
         cut.supervisions.append(
             SupervisionSegment(
                 id=f"{cut.id}-{number}",
@@ -71,18 +71,18 @@ def make_cut(record: dict[str, Any], folder: Path) -> MonoCut:
             )
         )
     if not cut.supervisions:
-        raise ValueError("it has no turns")
+        raise ValueError("the conversation has no turns")
     return cut
 
 
 def main(manifest: Path, output: Path) -> int:
     if output.exists():
-        raise ConfigError(f"{output} is there already: name a new folder", code="foreign_output")
+        raise ConfigError(f"{output} exists already; name a new folder", code="foreign_output")
     make_folder(output.absolute().parent)
-    with open_folder_atomic(output.absolute()) as aside:
-        fields = {"recording": "flac", "target_audio": "flac"}
-        CutSet(read_conversations(manifest)).to_shar(aside, fields=fields, shard_size=1000)
-        list(rebuild_index(aside, name=output.name))
+    with open_folder_atomic(output.absolute()) as folder:
+        cuts = CutSet(read_conversations(manifest))
+        cuts.to_shar(folder, fields={"recording": "flac", "target_audio": "flac"}, shard_size=1000)
+        list(rebuild_index(folder, name=output.name))
     print(f"wrote {output}: {read_dataset(output).num_cuts} conversations")
     return 0
 

@@ -1,16 +1,16 @@
-"""Measure how well codecs keep speech, beside Opus at 6 kbit/s.
+"""Measure how well codecs preserve speech, compared with Opus at 6 kbit/s.
 
 python examples/measure_codec.py SPEECH CODEC... [--limit N] [--wav FOLDER]
 
-SPEECH is a folder with ``manifest.json`` and ``audio/``; CODEC is what ``encode.codecs`` takes: ``builtin``,
-``nemo:model.nemo`` and so on. Needs ``pip install 'sharmill[codec-quality]'``. Printed are means over
-the utterances, in a table of Markdown:
+SPEECH is a folder with ``manifest.json`` and ``audio/``. CODEC is a model as in ``encode.codecs``, such as ``builtin``
+or ``nemo:model.nemo``. This needs ``pip install 'sharmill[codec-quality]'``. The output is a Markdown table of means
+over the utterances:
 
 - STOI: intelligibility, from 0 to 1 (pystoi, not extended). PESQ: quality, from 1 to 4.6 (wide band).
-- Mel: mean difference of 80 mel bands in logarithms (25 ms windows every 10 ms), in dB.
-- Voice: cosine similarity of resemblyzer's embeddings of the original and the decoded utterance.
-- Used and entropy: share of the codes of a codebook that occur, and bits per code, means over the codebooks.
-- Speed: seconds of audio encoded in a second of one core's time.
+- Mel: mean difference of 80 logarithmic mel bands (25 ms windows every 10 ms), in dB.
+- Voice: cosine similarity of resemblyzer embeddings of the original and the decoded utterance.
+- Used and entropy: share of used codes, and bits per code, averaged over the codebooks.
+- Speed: seconds of audio encoded per second of one core.
 """
 
 import io
@@ -39,7 +39,7 @@ OPUS_BIT_RATE = 6000
 
 @dataclass
 class Measured:
-    """Sums over the utterances that one codec coded."""
+    """Results of one codec, summed over the utterances."""
 
     name: str
     bit_rate: float = 0.0
@@ -61,7 +61,7 @@ class Measured:
 
 
 def code(codec: Codec, audio: np.ndarray, measured: Measured) -> np.ndarray | None:
-    """Encode and decode audio (samples,) at RATE; return it at RATE, or None if the codec cannot decode."""
+    """Encode audio (samples,) at RATE; return it decoded at RATE, or None if the codec cannot decode."""
     own = resample(audio, RATE, codec.sampling_rate)
     began = time.process_time()
     codes = codec.encode(*pad([own]))
@@ -78,7 +78,7 @@ def code(codec: Codec, audio: np.ndarray, measured: Measured) -> np.ndarray | No
 
 
 def code_with_opus(audio: np.ndarray) -> np.ndarray:
-    """Encode and decode audio (samples,) at RATE with Opus, as a telephone call would have it."""
+    """Encode and decode audio (samples,) at RATE with Opus in its mode for telephone calls."""
     stream = io.BytesIO()
     with av.open(stream, "w", format="ogg") as container:
         output = container.add_stream("libopus", rate=RATE, bit_rate=OPUS_BIT_RATE, layout="mono",
@@ -96,7 +96,7 @@ def code_with_opus(audio: np.ndarray) -> np.ndarray:
 
 
 def mel_distance(original: np.ndarray, decoded: np.ndarray) -> float:
-    """Return the mean difference of the mel bands of two signals (samples,), in dB; quieter than -80 dB is silence."""
+    """Return the mean difference of the mel bands of two signals (samples,) in dB; below -80 dB counts as silence."""
     filters = melscale_fbanks(257, 0.0, RATE / 2, 80, RATE)
     spectra = [
         torch.stft(torch.from_numpy(item), 512, 160, 400, window=torch.hann_window(400), return_complex=True).abs().T
@@ -122,10 +122,10 @@ def compare(measured: Measured, original: np.ndarray, decoded: np.ndarray, encod
 @click.command()
 @click.argument("speech", type=click.Path(path_type=Path))
 @click.argument("names", metavar="CODEC...", nargs=-1, required=True)
-@click.option("--limit", type=int, help="Take this many utterances, spread over all.")
-@click.option("--wav", type=click.Path(path_type=Path), help="Write what was decoded to this folder.")
+@click.option("--limit", type=int, help="Number of utterances, spread over the manifest.")
+@click.option("--wav", type=click.Path(path_type=Path), help="Folder for decoded audio.")
 def main(speech: Path, names: tuple[str, ...], limit: int | None, wav: Path | None) -> None:
-    """Measure how well codecs keep speech, beside Opus at 6 kbit/s."""
+    """Measure how well codecs preserve speech, compared with Opus at 6 kbit/s."""
     torch.set_num_threads(1)
     lines = (speech / "manifest.json").read_text().splitlines()
     if limit is not None:
@@ -139,21 +139,18 @@ def main(speech: Path, names: tuple[str, ...], limit: int | None, wav: Path | No
         name = json.loads(line)["audio_filepath"]
         audio, rate = soundfile.read(speech / "audio" / name, dtype="float32")
         if rate != RATE:
-            raise ConfigError(f"{name} has {rate} Hz: {RATE} are wanted", code="bad_usage")
+            raise ConfigError(f"{name} has {rate} Hz; convert it to {RATE} Hz", code="bad_usage")
         compare(opus, audio, code_with_opus(audio), encoder)
         for codec_name, codec in codecs.items():
-            decoded = code(codec, audio, results[codec_name])
-            if decoded is None:
+            if (decoded := code(codec, audio, results[codec_name])) is None:
                 continue
             compare(results[codec_name], audio, decoded, encoder)
             if wav is not None:
                 wav.mkdir(parents=True, exist_ok=True)
                 soundfile.write(wav / f"{codec_name.split(':')[0]}_{Path(name).stem}.wav", decoded, RATE)
-    print(f"{len(lines)} utterances")
-    print("| codec | kbit/s | STOI | PESQ | mel dB | voice | used | entropy | speed |")
-    print("|---|---|---|---|---|---|---|---|---|")
-    for measured in (*results.values(), opus):
-        print(measured.row())
+    columns = "| codec | kbit/s | STOI | PESQ | mel dB | voice | used | entropy | speed |"
+    rows = [measured.row() for measured in (*results.values(), opus)]
+    print(f"{len(lines)} utterances", columns, "|---" * 9 + "|", *rows, sep="\n")
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""Add the codes of a codec of your own to a finished dataset.
+"""Add the codes of your own codec to a finished dataset.
 
 python examples/own_codec.py CONFIG
 
-The codec here only measures loudness. Its codes lie in ``codes_level`` of the dataset, beside those of others.
+This codec only measures loudness. Its codes are in ``codes_level`` of the dataset, beside the codes of other codecs.
 """
 
 import sys
@@ -19,20 +19,20 @@ from sharmill.pipeline import run_dataset
 
 @dataclass(frozen=True, kw_only=True)
 class LevelCodec(ModelFamily):
-    """The family: what a configuration says of the codec. Packages that it needs beside torch stand in ``packages``."""
+    """Family of the codec, with its options. A codec that needs packages beside torch lists them in ``packages``."""
 
     levels: int = 64
-    """Number of levels; a configuration has the key beside ``model``."""
+    """Number of levels; this key is beside ``model`` in the configuration."""
 
     def load(self, device: str) -> CodecBackend:
         return _Level(self.levels, device)
 
 
 class _Level(CodecBackend):
-    """One code for each 20 ms of audio: its peak, in levels."""
+    """Codec with one code per 20 ms of audio: the level of its peak."""
 
     def __init__(self, levels: int, device: str) -> None:
-        # A real codec loads its weights here, and gives their checksum: codes of other weights are other codes.
+        # A real codec loads its weights here and uses their checksum, because other weights give other codes.
         spec = CodecSpec(
             name="level",
             sampling_rate=16000,
@@ -44,7 +44,7 @@ class _Level(CodecBackend):
         super().__init__(spec, device)
 
     def encode_frames(self, audio: torch.Tensor, num_frames: torch.Tensor) -> torch.Tensor:
-        """Return the codes (batch, 1, frames) of samples (batch, frames * 320); the base class makes batches."""
+        """Return the codes (batch, 1, frames) of samples (batch, frames * 320); the base class forms batches."""
         peaks = audio.unflatten(1, (-1, self.samples_per_frame)).abs().amax(dim=2)
         return (peaks.clamp(max=1.0) * (self.codebook_size - 1)).long().unsqueeze(1)
 

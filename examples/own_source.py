@@ -1,4 +1,4 @@
-"""Read an input format of your own: here a folder per speaker, with a text file beside each audio file.
+"""Read your own input format, here one folder per speaker with a text file beside each audio file.
 
 python examples/own_source.py AUDIO_ROOT OUTPUT
 
@@ -26,18 +26,18 @@ from sharmill.sources import Piece, Source
 
 @dataclass(frozen=True, kw_only=True)
 class FolderSource(Source):
-    """Utterances from folders. Its fields are keys in ``sources``, beside those that all sources have."""
+    """Source of utterances in folders. Its fields are keys in ``sources``, beside the keys of all sources."""
 
     type: str = "folders"
     audio_suffix: str = ".wav"
 
     def identity(self) -> dict[str, Any]:
-        """Return what the records depend on: a run whose input has changed is refused."""
+        """Return the facts that the records depend on; a run is refused if they have changed."""
         listing = "\n".join(f"{path} {path.stat().st_size}" for path in self._files())
         return {"files": checksum_bytes(listing.encode())}
 
     def pieces(self, records_per_piece: int) -> Iterator[Piece]:
-        """Yield runs of records; one unit of ``prepare`` reads one of them, in any rank."""
+        """Yield consecutive ranges of records; any rank may read a piece, as one unit of ``prepare``."""
         count = len(self._files())
         for begin in range(0, count, records_per_piece):
             end = min(begin + records_per_piece, count)

@@ -1,4 +1,4 @@
-"""Reads a dataset with plain Lhotse, without sharmill, and loads every audio and every code array.
+"""Read a dataset with plain Lhotse, without sharmill, and load all audio and codes.
 
 python examples/read_with_lhotse.py DATASET
 """
@@ -12,7 +12,7 @@ from lhotse import CutSet
 
 def main(dataset: Path) -> None:
     fields = json.loads((dataset / "dataset.json").read_text())["fields"]
-    # One codec at a time: the codes of all of them fill the same attributes of a cut.
+    # Only one codec can be read at a time, because all codecs use the same attributes of a cut.
     codec = next((field.split("/")[0] for field in fields if "/" in field), None)
     chosen = [field for field in fields if "/" not in field or field.startswith(f"{codec}/")]
     files = {Path(field).name: [str(path) for path in sorted((dataset / field).iterdir())] for field in chosen}

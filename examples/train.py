@@ -1,9 +1,9 @@
-"""Train a tiny model on the codes of a dataset, stop in the middle of an epoch, and go on.
+"""Train a tiny model on the codes of a dataset, with exact resume in the middle of an epoch.
 
 python examples/train.py DATASET CHECKPOINT [STEPS]
 
-Give the command again: it goes on from the checkpoint with the cuts that are left of the epoch. ``jobs/train.py`` is a
-training with several ranks, mixed data and SLURM.
+Repeat the command to resume from the checkpoint with the remaining cuts of the epoch. ``jobs/train.py`` is a training
+with several ranks, mixed data and SLURM.
 """
 
 import itertools
@@ -22,16 +22,16 @@ from sharmill.training.codes import CodecForm
 
 
 class NextFrame(torch.nn.Module):
-    """A model that predicts each frame of the target from the one before and from the mean of the context."""
+    """Model that predicts each frame of the target from the previous frame and the mean of the context."""
 
     def __init__(self, form: CodecForm, size: int = 32) -> None:
         super().__init__()
-        num_codes = form.codebook_size + 8  # codes, and the ids of padding, begin and end
+        num_codes = form.codebook_size + 8  # codes and special ids
         self.embedding = torch.nn.Embedding(num_codes, size)
         self.output = torch.nn.Linear(size, num_codes)
 
     def forward(self, batch: dict) -> torch.Tensor:
-        # The first codebook of each: (cuts, frames).
+        # Only the first codebook is used, with shape (cuts, frames).
         target, context = batch["target_codes"][:, 0], batch["context_codes"][:, 0]
         voice = self.embedding(context).mean(dim=1, keepdim=True)
         logits = self.output(self.embedding(target[:, :-1]) + voice)
@@ -42,7 +42,7 @@ def main(dataset: str, checkpoint: Path, steps: int) -> None:
     torch.manual_seed(0)
     form = CodecForm.of_dataset(dataset)
     cuts = open_shar(dataset, ["target_codes", "context_codes"], shuffle=True, seed=1, infinite=True)
-    # The reader counts the cuts that come out at the end as consumed, whatever the sampler holds back.
+    # The reader counts only delivered cuts as consumed, not the cuts that the sampler holds back.
     data = ResumableDataset(
         cuts,
         lambda cuts: DynamicCutSampler(cuts, max_cuts=4),
@@ -54,7 +54,7 @@ def main(dataset: str, checkpoint: Path, steps: int) -> None:
         state = torch.load(checkpoint, weights_only=True)
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
-        data.load_state_dict(merge_loader_states([state["data"]]))  # of all ranks; before the loader is made
+        data.load_state_dict(merge_loader_states([state["data"]]))  # states of all ranks, before the loader exists
     loader = StatefulDataLoader(data, batch_size=None)
     for batch in itertools.islice(loader, steps):
         loss = model(batch)
@@ -63,7 +63,7 @@ def main(dataset: str, checkpoint: Path, steps: int) -> None:
         optimizer.step()
         print(f"{loss.item():.3f} {' '.join(batch['ids'])}")
     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "data": loader.state_dict()}
-    # The checkpoint before stays whole until this one is.
+    # The previous checkpoint stays intact until this one is complete.
     part = checkpoint.with_name(f"{checkpoint.name}.part")
     with part.open("wb") as stream:
         torch.save(state, stream)

@@ -2,13 +2,12 @@
 
 python examples/train_builtin_codec.py SPEECH OUT.nemo [--from WEIGHTS.nemo] [--max-steps 20000] [--minutes 70]
 
-SPEECH is a folder with ``manifest.json`` and ``audio/``: some 50 minutes of many voices are enough. Voices of
-espeak-ng, those of ``sharmill demo``, are added. 30 voices are kept aside; on these, the checkpoint is chosen.
+SPEECH is a folder with ``manifest.json`` and ``audio/``; about 50 minutes of many voices suffice. The espeak-ng voices
+of ``sharmill demo`` are added. 30 held-out voices select the checkpoint.
 
-The weights are averaged over the last steps, stored with 16 bits and written whenever they are the best so far. To go
-on from them, name them with ``--from``: a further run warms up and ends by itself, so that every run's end is usable.
-The learning rate falls to zero at the last step, or when ``--minutes`` are over, whichever comes first; only without
-``--minutes`` do two runs on one machine give the same weights.
+The weights are averaged over the last steps, and stored with 16 bits whenever they are the best so far. ``--from``
+starts another run, with its own warm-up, from such weights. The learning rate falls to zero at the last step or when
+``--minutes`` are over. Runs on one machine give equal weights only without ``--minutes``.
 """
 
 import json
@@ -56,7 +55,7 @@ AVERAGING = 0.998
 
 
 def read_speech(folder: Path) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """Return utterances (samples,) float32 to train on, and those of the voices kept aside."""
+    """Return utterances (samples,) float32 of the training voices and of the held-out voices."""
     records = [json.loads(line) for line in (folder / "manifest.json").read_text().splitlines()]
     voices = sorted({record["speaker"] for record in records})
     held_out = set(voices[:: max(1, len(voices) // NUM_HELD_OUT)][:NUM_HELD_OUT])
@@ -64,26 +63,25 @@ def read_speech(folder: Path) -> tuple[list[np.ndarray], list[np.ndarray]]:
     for record in records:
         audio, rate = soundfile.read(folder / "audio" / record["audio_filepath"], dtype="float32")
         if rate != RATE:
-            raise SystemExit(f"{record['audio_filepath']} has {rate} Hz: {RATE} are wanted")
+            raise SystemExit(f"{record['audio_filepath']} has {rate} Hz; convert it to {RATE} Hz")
         (held if record["speaker"] in held_out else train).append(audio)
     return train, held
 
 
 def speak_sentences(seed: int) -> list[np.ndarray]:
-    """Return utterances (samples,) float32 of the demo's synthetic voices, with sentences that are not the demo's."""
+    """Return utterances (samples,) float32 of the demo's synthetic voices, with sentences outside the demo."""
     espeak = Espeak()
     texts = sentences(seed=seed)
     spoken = []
     for speaker in make_speakers(espeak, num_voices=len(VOICES), seed=seed):
         for text in islice(texts, SENTENCES_PER_VOICE):
             if (samples := speaker.say(text)) is not None:
-                audio = samples.astype(np.float32) / 32768
-                spoken.append(resample(audio, speaker.sampling_rate, RATE))
+                spoken.append(resample(samples.astype(np.float32) / 32768, speaker.sampling_rate, RATE))
     return spoken
 
 
 def batches(speech: list[np.ndarray], synthetic: list[np.ndarray], seed: int) -> Iterator[Tensor]:
-    """Yield batches (BATCH, samples) of random pieces at random levels, for ever."""
+    """Yield endless batches (BATCH, samples) of random pieces at random levels."""
     rng = random.Random(seed)
     length = int(SECONDS * RATE)
     sources = [(items, [max(1, len(item) - length) for item in items]) for items in (speech, synthetic)]
@@ -99,10 +97,10 @@ def batches(speech: list[np.ndarray], synthetic: list[np.ndarray], seed: int) ->
 
 
 class SpectralLoss(nn.Module):
-    """Distance of two signals: of their mel spectra in logarithms, of their spectra in square roots, and as they are.
+    """Distance of two signals in logarithmic mel spectra, in square roots of spectra, and in plain spectra.
 
-    The last one is the spectral convergence of Yamamoto et al., "Parallel WaveGAN" (2020): it weighs what is loud, so
-    that speech comes out as loud as it went in.
+    The last term is the spectral convergence of Yamamoto et al., "Parallel WaveGAN" (2020). It emphasizes loud parts,
+    so that decoded speech keeps its loudness.
     """
 
     def __init__(self) -> None:
@@ -127,15 +125,14 @@ class SpectralLoss(nn.Module):
         return total / len(RESOLUTIONS)
 
     def _spectra(self, audio: Tensor, window: int, hop: int) -> tuple[Tensor, Tensor]:
-        shape = getattr(self, f"window_{window}")
-        spectrum = torch.stft(audio, window, hop, window=shape, return_complex=True)
+        spectrum = torch.stft(audio, window, hop, window=getattr(self, f"window_{window}"), return_complex=True)
         power = spectrum.real.square() + spectrum.imag.square() + 1e-8
         mel = power.sqrt().transpose(1, 2) @ getattr(self, f"mel_{window}")
         return power.sqrt().sqrt(), torch.log(mel + 1e-4)
 
 
 def reconstruct(model: AudioCodecModel, audio: Tensor) -> Tensor:
-    """Return what comes out of the codec for audio (batch, samples), whole frames."""
+    """Return audio (batch, samples) of whole frames encoded and decoded."""
     num_samples = torch.full((len(audio),), audio.shape[1], device=audio.device)
     encoded, num_frames = model.audio_encoder(audio=audio, audio_len=num_samples)
     quantized, _ = model.vector_quantizer(inputs=encoded.float(), input_len=num_frames)
@@ -145,7 +142,7 @@ def reconstruct(model: AudioCodecModel, audio: Tensor) -> Tensor:
 
 @torch.no_grad()
 def held_out_loss(model: AudioCodecModel, loss: SpectralLoss, held_out: Tensor) -> float:
-    """Return the mean loss of pieces (items, samples) of the voices kept aside."""
+    """Return the mean loss of pieces (items, samples) of the held-out voices."""
     model.eval()
     values = [float(loss(reconstruct(model, piece), piece)) for piece in held_out.split(8)]
     model.train()
@@ -153,7 +150,7 @@ def held_out_loss(model: AudioCodecModel, loss: SpectralLoss, held_out: Tensor) 
 
 
 def save(model: AudioCodecModel, path: Path) -> None:
-    """Write a .nemo file with 16-bit weights: the configuration and the weights of encoder and decoder, in a tar."""
+    """Write a .nemo file: a tar with the configuration and the 16-bit weights of encoder and decoder."""
     weights = BytesIO()
     torch.save({key: value.half() if value.is_floating_point() else value
                 for key, value in model.state_dict().items() if "_loss_fn" not in key}, weights)  # fmt: skip
@@ -167,10 +164,10 @@ def save(model: AudioCodecModel, path: Path) -> None:
 
 
 def make_model(weights: Path | None) -> AudioCodecModel:
-    """Return the model with random weights, or with those of a .nemo file."""
+    """Return the model with random weights, or with the weights of a .nemo file."""
     with quiet_nemo():
         if weights is not None:
-            # NeMo itself would make what its configuration names.
+            # NeMo itself would instantiate any class that the configuration names, so check it first.
             read_nemo_config(weights)
             return AudioCodecModel.restore_from(str(weights), map_location="cpu").float()
         return AudioCodecModel(cfg=OmegaConf.load(CONFIG))
@@ -190,16 +187,15 @@ def train(
     speech_folder: Path, output: Path, weights: Path | None, max_steps: int, minutes: float, check_every: int,
     seed: int, threads: int, device: str,
 ) -> None:  # fmt: skip
-    """Train the codec builtin that ships with sharmill, on one CPU core or a GPU."""
+    """Train the codec builtin, which ships with sharmill, on one CPU core or a GPU."""
     torch.manual_seed(seed)
     torch.set_num_threads(threads)
-    # All items of a batch have one length: there is nothing to mask, and types are as they are.
+    # All items of a batch have one length, so masks and type checks only cost time.
     audio_codec_modules.mask_sequence_tensor = lambda tensor, lengths: tensor
     typecheck.set_typecheck_enabled(False)
     speech, held = read_speech(speech_folder)
     end = (1 + HELD_OUT_SECONDS) * RATE
-    pieces = [torch.from_numpy(item[RATE:end]) for item in held if len(item) >= end]
-    held_out = torch.stack(pieces).to(device)
+    held_out = torch.stack([torch.from_numpy(item[RATE:end]) for item in held if len(item) >= end]).to(device)
     data = batches(speech, speak_sentences(seed + 1), seed)
     model = make_model(weights).to(device).train()
     average = make_model(weights).to(device).eval()
@@ -226,7 +222,7 @@ def train(
         for group in optimizer.param_groups:
             group["lr"] = rate
         audio = next(data).to(device)
-        # In float32: on a CPU, the bfloat16 gradients of transposed convolutions are wrong (torch 2.11).
+        # This needs float32, because bfloat16 gradients of transposed convolutions are wrong on a CPU (torch 2.11).
         value = loss(reconstruct(model, audio), audio)
         optimizer.zero_grad()
         value.backward()

@@ -1,9 +1,9 @@
-"""Train a tiny model with Lightning, in pseudo-epochs with validation between them, stop, and go on.
+"""Train a tiny model with Lightning, with validation between pseudo-epochs and exact resume.
 
 python examples/train_lightning.py DATASET OUT_DIR [--steps 40] [--ranks 1]
 
-A checkpoint is saved after each validation and at the end. Give the command again, after a stop or with more steps: it
-goes on from OUT_DIR/last.ckpt, on as many ranks as it is told, with the cuts that are left of the epoch.
+A checkpoint is saved after each validation and at the end. Repeat the command, after a stop or with more steps, to
+resume from OUT_DIR/last.ckpt with the remaining cuts of the epoch, on any number of ranks.
 """
 
 from collections.abc import Iterable, Iterator
@@ -23,10 +23,10 @@ STEPS_BETWEEN_VALIDATIONS = 10
 
 
 class Stream:
-    """The batches of a loader without end, some in each pseudo-epoch.
+    """Batches of an endless loader, of which each pseudo-epoch takes some.
 
-    It has a length, or Lightning would take a batch ahead, which a checkpoint counts as trained on; and no state of
-    its own, since Lightning would keep that of rank 0 only.
+    Without a length, Lightning would prefetch a batch, which a checkpoint would count as trained on. The stream has no
+    state, because Lightning would save only the state of rank 0.
     """
 
     def __init__(self, loader: Iterable[dict]) -> None:
@@ -40,14 +40,15 @@ class Stream:
 
 
 class Speech(L.LightningDataModule):
-    """NeMo's loader on a dataset; its place in the data is in the checkpoint."""
+    """NeMo's loader on a dataset, with its position in the data in the checkpoint."""
 
     def __init__(self, dataset: str) -> None:
         super().__init__()
         source = {"type": "sharmill", "dataset": dataset, "fields": ["target_codes", "context_codes"]}
-        # The order is shuffled as a whole; a larger buffer would mix the cuts of several epochs of a small dataset.
-        self.settings = {"input_cfg": [source], "batch_size": 4, "shuffle": True, "shuffle_buffer_size": 1}
-        self.settings["shard_seed"] = 0
+        # The whole order is shuffled already; a larger buffer would mix the epochs of a small dataset.
+        self.settings = {
+            "input_cfg": [source], "batch_size": 4, "shuffle": True, "shuffle_buffer_size": 1, "shard_seed": 0
+        }  # fmt: skip
         self.data_state = None
 
     def train_dataloader(self) -> Stream:
@@ -56,7 +57,7 @@ class Speech(L.LightningDataModule):
         return Stream(self.loader)
 
     def val_dataloader(self) -> Iterable[dict]:
-        # Each rank has its part, so that no cut comes twice; one rank may have a batch more than another.
+        # Each rank has its own part, so no cut comes twice, but ranks may have unequal numbers of batches.
         once = {"force_finite": True, "shuffle": False}
         return get_dataloader(self.settings | once, self.trainer.global_rank, self.trainer.world_size)
 
@@ -73,7 +74,7 @@ class Speech(L.LightningDataModule):
 
 
 class SpeechModel(L.LightningModule):
-    """A tiny model, which saves a checkpoint after each validation."""
+    """Tiny model that saves a checkpoint after each validation."""
 
     def __init__(self, form: CodecForm, checkpoint: Path) -> None:
         super().__init__()
@@ -103,7 +104,7 @@ class SpeechModel(L.LightningModule):
 @click.option("--steps", default=40)
 @click.option("--ranks", default=1)
 def main(dataset: str, out_dir: Path, steps: int, ranks: int) -> None:
-    """Train a tiny model with Lightning, in pseudo-epochs with validation between them, stop, and go on."""
+    """Train a tiny model with Lightning, with validation between pseudo-epochs and exact resume."""
     L.seed_everything(0)
     trainer = L.Trainer(
         max_steps=steps,

@@ -85,7 +85,6 @@ def launch(
     CONFIG may be an sbatch script, which gets a random seed and KEY=VALUE as its arguments.
     """
     is_own = Path(config_path).is_file() and Path(config_path).read_bytes().startswith(b"#!")
-    has_shard_seed = any(override.partition("=")[0] == "shard_seed" for override in overrides)
     missing = [path for path in (script, config_path) if script and not Path(path).is_file()]
     refuse(
         (
@@ -97,7 +96,10 @@ def launch(
             f"{config_path} requests its own resources; use only the options -n, --after and --sbatch",
         ),
         (not is_own and Path.cwd() != _ROOT, f"the jobs start in the current folder; run this command in {_ROOT}"),
-        (has_shard_seed, "the jobs read with shard_seed=randomized; omit shard_seed="),
+        (
+            any(override.startswith("shard_seed=") for override in overrides),
+            "the jobs read with shard_seed=randomized; omit shard_seed=",
+        ),
         (missing, f"there is no {', '.join(missing)}; name a NeMo training script and its configuration"),
         (ranks_per_node > 1 and not profile, "--ranks-per-node multiplies the resources of a profile; add --profile"),
     )
@@ -110,8 +112,11 @@ def launch(
         chosen.append("--mem=64G")
     if profile:
         cluster = load_typed(ClusterProfile, profile)
-        signal_option = f"--signal=B:TERM@{cluster.signal_s}"
-        chosen = [*cluster.arguments(cluster.gpu, ranks_per_node), f"--nodes={nodes or 1}", signal_option]
+        chosen = [
+            *cluster.arguments(cluster.gpu, ranks_per_node),
+            f"--nodes={nodes or 1}",
+            f"--signal=B:TERM@{cluster.signal_s}",
+        ]
     for _ in range(num_jobs):
         behind = [f"--dependency=afterany:{after}"] if after else []
         command = ["sbatch", "--parsable", *chosen, *sbatch_options, *behind]

@@ -36,9 +36,7 @@ def make_data(config: TrainConfig, mesh: DeviceMesh, *, seed: int) -> "ExactData
 
 def data_kind(config: TrainConfig) -> str:
     """Return the kind of data; a position in one kind of data has no meaning in another."""
-    if config.loader is None:
-        return "without loader"
-    return "loader and resumable: true" if config.resumable else "loader and resumable: false"
+    return "without loader" if config.loader is None else f"loader and resumable: {str(config.resumable).lower()}"
 
 
 def validation_batches(config: TrainConfig, mesh: DeviceMesh) -> Iterator[dict[str, Any]]:

@@ -2,8 +2,8 @@
 
 python pipelines/build_dataset.py CONFIG [KEY=VALUE...]
 
-The exit status is 0 if the dataset is finished and the checker found no errors, 1 if something failed, 2 if the
-configuration is wrong, and 3 if the checker found errors. The same command goes on where an interrupted one stopped.
+The exit status is 0 if the dataset is finished and validation found no errors, 1 if something failed, 2 if the
+configuration is wrong, and 3 if validation found errors. The same command continues after an interruption.
 """
 
 from recipe import PrintProgress, exit_with

@@ -1,4 +1,4 @@
-"""Run stage 1: find a context in the same voice for every utterance of a prepared manifest.
+"""Run stage 1: find a context with the same voice for every utterance of a prepared manifest.
 
 python pipelines/match_context.py CONFIG [KEY=VALUE...]
 

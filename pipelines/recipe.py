@@ -1,4 +1,4 @@
-"""The parts that all recipes share: progress as plain lines, and exit statuses."""
+"""Functions that all recipes share: progress as plain lines, and exit statuses."""
 
 import inspect
 import signal
@@ -14,15 +14,15 @@ from sharmill.pipeline import run_dataset
 
 
 class PrintProgress(Listener):
-    """A listener that prints a line for each event; ``sharmill run`` shows bars instead."""
+    """Listener that prints a line for each event; ``sharmill run`` shows bars instead."""
 
     def stage_started(self, stage: StageRun, units: Sequence[Unit], done: Sequence[Commit]) -> None:
         self._done, self._units = len(done), len(units)
-        print(f"{stage.name}: {self._units} units, {self._done} of them done already", flush=True)
+        print(f"{stage.name}: {self._units} units, {self._done} of them already done", flush=True)
 
     def unit_done(self, unit: Unit, commit: Commit) -> None:
         self._done += 1
-        print(f"  unit {unit.index}: {commit.num_out} of {commit.num_in} records went on "
+        print(f"  unit {unit.index}: {commit.num_out} of {commit.num_in} records kept "
               f"({self._done} of {self._units} units)", flush=True)  # fmt: skip
 
     def stage_ended(self, stage: StageRun, result: StageResult) -> None:
@@ -34,14 +34,14 @@ class PrintProgress(Listener):
 
 
 def run_stage(name: str, path: str, *overrides: str) -> int:
-    """Run one stage of a configuration, and return 0 if it is done, else 1."""
+    """Run one stage of a configuration, and return 0 if it is done, otherwise 1."""
     return 0 if run_dataset(load_config(path, overrides), PrintProgress(), stages=[name]).ok else 1
 
 
 def exit_with(main: Callable[..., int], *given: str) -> None:
-    """Call a recipe's ``main`` with what is given and the arguments of the command line, and exit with its status.
+    """Call a recipe's ``main`` with the given and the command-line arguments, and exit with its status.
 
-    An error of sharmill is printed as one line.
+    Errors of sharmill are printed as one line.
     """
     arguments = [*given, *sys.argv[1:]]
     try:
@@ -49,7 +49,7 @@ def exit_with(main: Callable[..., int], *given: str) -> None:
     except TypeError:
         print(inspect.getdoc(sys.modules["__main__"]), file=sys.stderr)
         sys.exit(ConfigError.exit_status)
-    # A cluster ends jobs with SIGTERM: the same clean end as Ctrl-C.
+    # Clusters end jobs with SIGTERM, which should exit as cleanly as Ctrl-C.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         sys.exit(main(*arguments))
@@ -57,4 +57,4 @@ def exit_with(main: Callable[..., int], *given: str) -> None:
         print(f"Error: {error}", file=sys.stderr)
         sys.exit(error.exit_status)
     except KeyboardInterrupt:
-        sys.exit("Interrupted. What is done is kept; the same command goes on.")
+        sys.exit("Interrupted. Finished work is kept; repeat the command to continue.")

@@ -1,8 +1,8 @@
-"""Check a dataset directory, whatever made it.
+"""Validate a dataset directory from any tool.
 
 python pipelines/validate_shards.py DATASET
 
-The exit status is 0 without errors, 1 if the check itself failed, and 3 if it found errors.
+The exit status is 0 without errors, 1 if the validation itself failed, and 3 if it found errors.
 """
 
 import tempfile
@@ -17,7 +17,7 @@ from sharmill.validate.stage import Subject, ValidateConfig, ValidateStage
 
 
 def main(dataset: str) -> int:
-    # The check keeps its ledger in a run directory; for a single check a temporary one will do.
+    # Validation keeps its ledger in a run directory; a temporary one suffices here.
     with tempfile.TemporaryDirectory() as scratch:
         stage = ValidateStage(Subject(dataset_dir=Path(dataset), level=ValidateConfig(deep=True)))
         with run_alone(stage, RunDir(Path(scratch) / "run"), listener=PrintProgress(), resumes=False) as (run, _):

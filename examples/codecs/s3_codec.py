@@ -3,9 +3,9 @@
     encode:
       codecs: [{name: s3, model: "python:s3_codec:S3Codec:speech_tokenizer_v2_25hz"}]
 
-with this folder on PYTHONPATH. Behind the class stands one of speech_tokenizer_v1 (50 Hz), speech_tokenizer_v1_25hz
-(CosyVoice) and speech_tokenizer_v2_25hz (CosyVoice 2). The package downloads it from ModelScope to
-~/.cache/s3tokenizer, or $XDG_CACHE_HOME/s3tokenizer, and reads it there afterwards, by its checksum.
+This needs the folder of this file on PYTHONPATH. The class name is followed by speech_tokenizer_v1 (50 Hz),
+speech_tokenizer_v1_25hz (CosyVoice) or speech_tokenizer_v2_25hz (CosyVoice 2). The package downloads the model from
+ModelScope to ~/.cache/s3tokenizer, or $XDG_CACHE_HOME/s3tokenizer, and verifies its checksum on later use.
 """
 
 from dataclasses import dataclass
@@ -19,23 +19,23 @@ from sharmill.models import ModelFamily
 from sharmill.models.codec_backend import CodecBackend, CodecSpec
 from sharmill.models.tensors import weights_checksum
 
-# Samples per frame of audio at 16 kHz.
+# Samples per frame, for audio at 16 kHz.
 _MODELS = {"speech_tokenizer_v1": 320, "speech_tokenizer_v1_25hz": 640, "speech_tokenizer_v2_25hz": 640}
-# The package cuts longer audio into windows that overlap, and loses codes where the last one has less than 4 s.
+# The package splits longer audio into overlapping windows, and loses codes if the last one has less than 4 s.
 _MOST_SECONDS = 30
 
 
 @dataclass(frozen=True, kw_only=True)
 class S3Codec(ModelFamily):
-    """S3 tokenizers, by the names of the package."""
+    """Family of S3 tokenizers, named as in the package."""
 
     packages = ("s3tokenizer",)
 
     def resolve(self) -> Path | None:
         if self.target not in _MODELS:
-            # The package takes paths too, and would read speech_tokenizer_v1_25hz by its path as a model of 50 Hz.
+            # The package also accepts paths, but would read speech_tokenizer_v1_25hz by path as a 50 Hz model.
             raise ConfigError(
-                f"there is no S3 tokenizer {self.target!r}: valid are {', '.join(_MODELS)}", code="unknown_name"
+                f"there is no S3 tokenizer {self.target!r}; use one of {', '.join(_MODELS)}", code="unknown_name"
             )
         return super().resolve()
 
@@ -45,7 +45,7 @@ class S3Codec(ModelFamily):
 
 
 class _S3(CodecBackend):
-    """S3 tokenizer: one codebook of what is said; it has no decoder, and takes at most 30 s."""
+    """S3 tokenizer with one codebook for the spoken content; it has no decoder, and takes at most 30 s."""
 
     def __init__(self, target: str, device: str) -> None:
         try:
@@ -64,15 +64,15 @@ class _S3(CodecBackend):
         super().__init__(spec, device)
 
     def encode_frames(self, audio: torch.Tensor, num_frames: torch.Tensor) -> torch.Tensor:
-        """Return the codes (batch, 1, frames); each item has a spectrogram of its own, and the model masks padding."""
+        """Return the codes (batch, 1, frames); each item has its own spectrogram, and the model masks padding."""
         lengths = (num_frames * self.samples_per_frame).tolist()
         if max(lengths) > _MOST_SECONDS * self.sampling_rate:
             raise UnitFailed(
-                f"{self.spec.name} takes at most {_MOST_SECONDS} s, and a segment has "
-                f"{max(lengths) / self.sampling_rate:.2f}: set prepare.max_duration={_MOST_SECONDS}",
+                f"{self.spec.name} takes at most {_MOST_SECONDS} s, but a segment has "
+                f"{max(lengths) / self.sampling_rate:.2f} s; set prepare.max_duration={_MOST_SECONDS}",
                 code="bad_config_value",
             )
-        # A spectrogram in bfloat16 is another one.
+        # The spectrogram would differ in bfloat16.
         with torch.autocast(self.device.type, enabled=False):
             mels = [
                 s3tokenizer.log_mel_spectrogram(item[:length], self._model.config.n_mels)

@@ -3,8 +3,8 @@
     encode:
       codecs: [{name: snac, model: "python:snac_codec:SnacCodec:hubertsiuzdak/snac_24khz"}]
 
-with this folder on PYTHONPATH; behind the class stands a name on the hub, or a directory with config.json and
-pytorch_model.bin.
+This needs the folder of this file on PYTHONPATH. The class name is followed by a name on the hub, or by a directory
+with config.json and pytorch_model.bin.
 """
 
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ from sharmill.models.tensors import weights_checksum
 
 @dataclass(frozen=True, kw_only=True)
 class SnacCodec(ModelFamily):
-    """SNAC, by a name on the hub or a directory."""
+    """Family of SNAC models, named on the hub or by directory."""
 
     packages = ("snac",)
 
@@ -28,10 +28,10 @@ class SnacCodec(ModelFamily):
 
 
 class _Snac(CodecBackend):
-    """SNAC with one frame for each code of its slowest level.
+    """SNAC with one frame per code of its slowest level.
 
-    The levels have 1, 2, 4 (and 8) codes in that time. They become so many rows: row 0 is the slowest level, rows 1
-    and 2 the two codes of the next, in time, and so on. All have codebooks of the same size.
+    The levels have 1, 2, 4 (and 8) codes per frame, each of which becomes a row. Row 0 is the slowest level, rows 1
+    and 2 are consecutive codes of the next level, and so on. All codebooks have the same size.
     """
 
     def __init__(self, target: str, device: str) -> None:
@@ -44,13 +44,13 @@ class _Snac(CodecBackend):
             num_codebooks=sum(strides[0] // stride for stride in strides),
             codebook_size=int(self._model.codebook_size),
             checksum=weights_checksum(self._model.state_dict()),
-            # Its convolutions look both ways.
+            # Its convolutions are not causal.
             equal_lengths_only=True,
         )
         super().__init__(spec, device)
 
     def encode_frames(self, audio: torch.Tensor, num_frames: torch.Tensor) -> torch.Tensor:
-        """Return the codes (batch, rows, frames); SNAC fills the audio up to its window, which makes more frames."""
+        """Return the codes (batch, rows, frames), without the frames from SNAC's own padding."""
         width = audio.shape[1] // self.samples_per_frame
         levels = self._model.encode(audio[:, None, :])
         per_frame = [self._model.vq_strides[0] // stride for stride in self._model.vq_strides]

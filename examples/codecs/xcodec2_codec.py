@@ -1,12 +1,12 @@
-"""X-Codec-2 and NeuCodec, as transformers has them: pip install 'sharmill[transformers]'
+"""X-Codec-2 and NeuCodec from transformers: pip install 'sharmill[transformers]'
 
     encode:
       codecs:
         - {name: xcodec2, model: "python:xcodec2_codec:XCodec2:HKUSTAudio/xcodec2-hf"}
         - {name: neucodec, model: "python:xcodec2_codec:NeuCodec:neuphonic/neucodec"}
 
-with this folder on PYTHONPATH; behind the class stands a name on the hub, or a directory with config.json,
-preprocessor_config.json and model.safetensors.
+This needs the folder of this file on PYTHONPATH. The class name is followed by a name on the hub, or by a directory
+with config.json, preprocessor_config.json and model.safetensors.
 """
 
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ from sharmill.models.tensors import weights_checksum
 
 @dataclass(frozen=True, kw_only=True)
 class XCodec2(ModelFamily):
-    """X-Codec-2, by a name on the hub or a directory."""
+    """Family of X-Codec-2 models, named on the hub or by directory."""
 
     packages = ("transformers",)
 
@@ -33,18 +33,18 @@ class XCodec2(ModelFamily):
 
 @dataclass(frozen=True, kw_only=True)
 class NeuCodec(XCodec2):
-    """NeuCodec, by a name on the hub or a directory."""
+    """Family of NeuCodec models, named on the hub or by directory."""
 
     def load(self, device: str) -> CodecBackend:
         return _NeuCodec(self.target, device)
 
 
 class _XCodec2(CodecBackend):
-    """X-Codec-2: one codebook over what an acoustic and a semantic encoder see, and audio at the rate of its input."""
+    """X-Codec-2 with one codebook for acoustic and semantic features; it decodes to the sampling rate of its input."""
 
     _model_class: ClassVar = Xcodec2Model
-    # The feature extractor adds a sample of silence and fills the audio up to whole frames, which makes one frame too
-    # many of whole frames: so they come without their last sample.
+    # The feature extractor adds a sample of silence and then pads to whole frames. Audio of whole frames would get an
+    # extra frame, so its last sample is dropped first.
     _samples_left_out: ClassVar = 1
 
     def __init__(self, target: str, device: str) -> None:
@@ -55,8 +55,8 @@ class _XCodec2(CodecBackend):
             raise ConfigError(f"cannot load {target}: {one_line(error)}", code="bad_model") from error
         if missing := sorted(report["missing_keys"]):
             raise ConfigError(
-                f"{target} lacks {len(missing)} weights of {self._model_class.__name__}, the first is {missing[0]}: "
-                "take a model that was saved by transformers",
+                f"{target} lacks {len(missing)} weights of {self._model_class.__name__}, such as {missing[0]}; "
+                "use a model that was saved by transformers",
                 code="bad_model",
             )
         self._model = model.eval().to(device)
@@ -68,7 +68,7 @@ class _XCodec2(CodecBackend):
             num_codebooks=1,
             codebook_size=len(model.quantizer.quantizer.codebook),
             checksum=weights_checksum(model.state_dict()),
-            # Its convolutions look both ways.
+            # Its convolutions are not causal.
             equal_lengths_only=True,
             decoded_sampling_rate=rate * model.config.hop_length // samples_per_frame,
         )
@@ -77,7 +77,7 @@ class _XCodec2(CodecBackend):
     def encode_frames(self, audio: torch.Tensor, num_frames: torch.Tensor) -> torch.Tensor:
         """Return the codes (batch, 1, frames)."""
         items = list(audio[:, : audio.shape[1] - self._samples_left_out].cpu())
-        # The extractor makes numpy arrays on the CPU, which have no bfloat16.
+        # The extractor makes numpy arrays on the CPU, and numpy has no bfloat16.
         with torch.autocast("cpu", enabled=False):
             features = self._extractor(items, sampling_rate=self.sampling_rate, return_tensors="pt")
         return self._model.encode(**features.to(self.device)).audio_codes
@@ -88,9 +88,9 @@ class _XCodec2(CodecBackend):
 
 
 class _NeuCodec(_XCodec2):
-    """NeuCodec: X-Codec-2's layers with a decoder to 24 kHz; its semantic features have one frame less than the audio.
+    """NeuCodec: X-Codec-2's layers with a decoder to 24 kHz.
 
-    So the frame of silence that the feature extractor adds is what the last frame needs.
+    Its semantic features have one frame less than the audio, so it needs the frame of silence from the extractor.
     """
 
     _model_class: ClassVar = NeuCodecModel

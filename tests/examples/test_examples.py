@@ -143,7 +143,7 @@ def test_conversations_have_both_sides_and_the_roles(tmp_path, capsys):
         ({"turns": [{"role": "robot", "start": 0, "duration": 1, "text": "x"}]}, "robot"),
         ({"turns": [{"role": "user", "start": 1.5, "duration": 1, "text": "x"}]}, "turn 0"),
         ({"turns": [{"role": "user", "start": 0, "duration": 1}]}, "text"),
-        ({"agent_audio_filepath": "short.wav"}, "one length"),
+        ({"agent_audio_filepath": "short.wav"}, "equal length"),
         ({"user_audio_filepath": "missing.wav"}, "missing.wav"),
     ],
 )

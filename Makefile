@@ -1,27 +1,28 @@
 # make demo   the whole pipeline on a synthetic corpus, in ./demo
-# make test   the tests of a few minutes, which leave out those marked slow
-# make test-slow   those marked slow
-# make test-all   both, but for those on a real SLURM and a real Ray, which `make test-cluster` has
-# make test-lhotse2   the tests of what touches lhotse, on the pre-release of lhotse 2 that NeMo's main branch needs
-# make test-gpu   models and stages on a GPU against the CPU, faults and memory, where there is a GPU
-# make torture   losses of power in small runs, and what is left of them: SEED=, and for each run STATES=, MINUTES=
-# make coverage   the share of the statements that the tests of `make test` run, as one number; by module in build/coverage.txt
+# make test   fast tests (a few minutes)
+# make test-slow   tests marked slow
+# make test-all   fast and slow tests, except those on a real SLURM or Ray cluster
+# make test-cluster   tests on a real SLURM and a real Ray cluster
+# make test-lhotse2   tests that use lhotse, on the pre-release of lhotse 2 that NeMo's main branch needs
+# make test-gpu   models and stages on a GPU compared with the CPU, faults and memory; skipped without a GPU
+# make torture   power failures in small runs, with SEED=, and for each run STATES= and MINUTES=
+# make coverage   share of the statements that `make test` runs, by module in build/coverage.txt
 # make wheel   the wheel, in dist
-# make bench   what takes how long, beside the libraries used directly; GROUP= (further, scale, all), JSON= (a file for all figures)
-# make bench-gpu   models, stages and the choice of contexts on a GPU, in nine minutes; DEVICE=cpu tries it out, SECONDS=
-#                  ROWS="tune-batch encode" those whose names begin so, in five minutes
-# make docs   the pages of docs as a site with a reference of the Python API, in build/site; refreshes the
-#             picture in the README if Chromium and ./demo exist
-# All make .venv first if it is missing or older than what it is made from.
+# make bench   speed compared with direct use of the libraries; GROUP= (further, scale, all), JSON= (file for results)
+# make bench-gpu   models, stages and the choice of contexts on a GPU, in nine minutes; DEVICE=cpu for a trial, SECONDS=
+#                  ROWS="tune-batch encode" runs the rows whose names start so, in five minutes
+# make docs   the pages of docs as a site with a reference of the Python API, in build/site; refreshes the picture in
+#             the README if Chromium and ./demo exist
+# Each target first creates .venv if it is missing or out of date.
 
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.made-from
-# Changes when the interpreter or the list of packages does.
+# This value changes with the interpreter and the list of packages.
 WANTED := $(shell $(PYTHON) -VV 2>/dev/null | tr -d '\n'; cat pyproject.toml constraints.txt Makefile .ci/python-packages | cksum)
 
-# Further options of pytest, as in `make test PYTEST="-x --durations=30"`.
+# Further pytest options, as in `make test PYTEST="-x --durations=30"`.
 PYTEST :=
 
 .PHONY: demo test test-slow test-all test-lhotse2 test-cluster test-slurm test-ray test-gpu torture lint coverage wheel bench bench-gpu docs venv clean
@@ -29,7 +30,7 @@ PYTEST :=
 demo: venv
 	$(BIN)/sharmill demo demo
 
-# On all cores; the tests of a module share a process, and so its fixtures.
+# Tests run on all cores. The tests of a module share a process, and thus its fixtures.
 test: venv
 	EXAMPLES=quick $(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder -m "not slow and not slurm and not ray" $(PYTEST)
 
@@ -39,7 +40,7 @@ test-slow: venv
 test-all: venv
 	$(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder -m "not slurm and not ray" $(PYTEST)
 
-# Put before the installed one, in a folder of its own.
+# A separate folder, which PYTHONPATH puts before the installed lhotse.
 LHOTSE_2 := $(CURDIR)/build/lhotse-2
 test-lhotse2: venv
 	rm -rf $(LHOTSE_2)
@@ -49,14 +50,14 @@ test-lhotse2: venv
 
 test-cluster: test-slurm test-ray
 
-# They skip, and say so, where no controller answers.
+# Skipped (with a message) if no SLURM controller is running.
 test-slurm: venv
 	$(BIN)/python -m pytest -m slurm $(PYTEST)
 
 test-ray: venv
 	$(BIN)/python -m pytest -m "ray and not slurm" $(PYTEST)
 
-# All that needs a GPU, in minutes and without network, with a report as text and in build/test-gpu.json. Skips without.
+# All tests that need a GPU; they take minutes, need no network, and are skipped without a GPU.
 test-gpu: venv
 	GPU_REPORT=build/test-gpu.json $(BIN)/python -m pytest tests/gpu -m gpu -rs $(PYTEST)
 
@@ -70,7 +71,7 @@ lint: venv
 	$(BIN)/mypy
 	$(BIN)/codespell
 
-# Processes that are killed write nothing down, so that it is somewhat less than what runs.
+# Killed processes record nothing, so the result is slightly too low.
 coverage: venv
 	rm -f build/coverage build/coverage.*
 	mkdir -p build
@@ -84,16 +85,16 @@ wheel: venv
 	rm -rf build/lib
 	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist .
 
-# The rows of a group, by default those of docs/performance.md, in some minutes.
+# The rows of a group, by default those in docs/performance.md; they take some minutes.
 bench: venv
 	$(BIN)/python tests/bench $(if $(GROUP),--group $(GROUP)) $(if $(JSON),--json $(JSON))
 
-# All on one GPU in nine minutes, or ROWS in five, or tried out by DEVICE=cpu.
+# All rows on one GPU in nine minutes, or ROWS in five; DEVICE=cpu is a trial.
 bench-gpu: venv
 	$(BIN)/python tests/bench_gpu --json build/bench-gpu.json $(if $(DEVICE),--device $(DEVICE)) \
 	  $(if $(or $(SECONDS),$(ROWS)),--seconds $(or $(SECONDS),280)) $(if $(ROWS),--rows $(ROWS))
 
-# The site loads nothing from elsewhere, so that it works offline. What builds it comes with the extra `docs`.
+# The site must work offline, so it may load nothing from other hosts. The extra `docs` has the packages that build it.
 docs: venv
 	@if [ "$$(cat $(VENV)/.docs-made-from 2>/dev/null)" != "$(WANTED)" ]; then \
 	  $(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[docs]' && \
@@ -107,7 +108,7 @@ docs: venv
 venv:
 	@if [ "$$(cat $(STAMP) 2>/dev/null)" != "$(WANTED)" ]; then $(MAKE) --no-print-directory install; fi
 
-# One package (webrtcvad, of the extra resemblyzer) comes as C source, so a compiler and Python's headers are needed once.
+# One package (webrtcvad, for the extra resemblyzer) is C source, so this needs a compiler and Python's headers.
 .PHONY: install
 install:
 	@PYTHON="$(PYTHON)" sh .ci/system-packages

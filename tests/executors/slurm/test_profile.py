@@ -146,5 +146,5 @@ def test_the_conda_environment_is_never_in_a_folder_of_others(tmp_path, unpack, 
     else:
         foreign.mkdir()
         foreign.chmod(0o777)
-    assert unpack() == (1, "here-sharmill is no private folder of bob\n")
+    assert unpack() == (1, "here-sharmill is not private to bob\n")
     assert not (tmp_path / "calls").exists()

@@ -1,6 +1,7 @@
-"""The English of the repository: a check of openings, and a random sample for a second reader.
+"""Checks of the repository's English, and random samples of it for an editor.
 
 python .ci/prose.py check          list comments and docstrings that begin without a noun; status 1 if there are any
+python .ci/prose.py width          list lines of prose above 120 columns in pages; status 1 if there are any
 python .ci/prose.py sample SEED    draw 60 docstrings, 60 comments, 60 messages and 60 sentences of pages, as Markdown
 """
 
@@ -14,13 +15,15 @@ import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 
-# Openings that leave a sentence without its noun: "What is in it is done", "Those that have left".
-HEADLESS = re.compile(
-    r"(What|Whether|Who|Those|That of|That is|Of|Where|Else|By then|As of|Without|None of which|One that|The one)\b(?! if)"
-)
+# Openings of sentences that lack their noun, such as "What is in it is done" and "Those that have left".
+OPENINGS = "What|Whether|Who|Those|That of|That is|Of|Where|Else|By then|As of|Without|None of which|One that|The one"
+HEADLESS = re.compile(rf"({OPENINGS})\b(?! if)")
 # Calls whose texts are messages, help or output for people.
 SPEAKERS = re.compile(r"(Error|error|warning|info|echo|print|Option|Argument|refuse\w*|reject\w*|Finding|note|Advice)$")
 SAMPLE = 60
+MAX_COLUMNS = 120
+# The first page is generated from docstrings, and a test reads the second one line by line.
+UNWRAPPED = {Path("docs/configuration.md"), Path("tests/ABILITIES.md")}
 
 
 def tracked(*patterns: str) -> list[Path]:
@@ -37,7 +40,7 @@ def docstrings(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def comments(path: Path) -> Iterator[tuple[int, str]]:
-    """Yield comments, the lines of a block joined; not those that speak to a tool."""
+    """Yield comments, with the lines of a block joined, except directives for tools."""
     begun, last, words = 0, -1, ""
     for token in tokenize.generate_tokens(io.StringIO(path.read_text(encoding="utf-8")).readline):
         if token.type != tokenize.COMMENT or re.match(
@@ -57,7 +60,7 @@ def comments(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def text_of(node: ast.AST) -> str:
-    """Return a string as a reader sees it, with the source of what is filled in between braces."""
+    """Return a string as written in the source, with the expressions of an f-string in braces."""
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
         return node.value
     if isinstance(node, ast.JoinedStr):
@@ -78,7 +81,7 @@ def messages(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def sentences(path: Path) -> Iterator[tuple[int, str]]:
-    """Yield the sentences of a page: paragraphs, items and cells, without code."""
+    """Yield the sentences of a page from its paragraphs, list items and table cells, without code."""
     fenced, paragraph, begun = False, "", 0
     for number, line in enumerate([*path.read_text(encoding="utf-8").splitlines(), ""], start=1):
         if line.lstrip().startswith("```"):
@@ -95,6 +98,24 @@ def sentences(path: Path) -> Iterator[tuple[int, str]]:
             )
         else:
             paragraph += " " + line.strip()
+
+
+def wide_lines(path: Path) -> Iterator[tuple[int, str]]:
+    """Yield the lines of prose above MAX_COLUMNS in a page: no code, no table, and no line that is a single link."""
+    fenced = False
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+        if line.lstrip().startswith("```"):
+            fenced = not fenced
+        is_free = fenced or re.match(r"\s*\||\s*([-*] )?!?\[[^]]*\]\(\S*\)[.,:;]?$", line)
+        if len(line) > MAX_COLUMNS and not is_free:
+            yield number, line
+
+
+def check_width() -> int:
+    found = [(path, *wide) for path in tracked("*.md") if path not in UNWRAPPED for wide in wide_lines(path)]
+    for path, number, line in found:
+        print(f"{path}:{number}: has {len(line)} columns; wrap it at {MAX_COLUMNS}")
+    return int(bool(found))
 
 
 def check() -> int:
@@ -125,4 +146,5 @@ def sample(seed: int) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(check() if sys.argv[1:] == ["check"] else sample(int(sys.argv[2])))
+    commands = {"check": check, "width": check_width}
+    sys.exit(commands[sys.argv[1]]() if sys.argv[1] in commands else sample(int(sys.argv[2])))

@@ -1,9 +1,9 @@
-"""Generate docs/configuration.md from the dataclasses of configurations, and tables and listings in other pages.
+"""Generate docs/configuration.md from the dataclasses of the configuration, and tables and listings in other pages.
 
     python docs/generate.py            # writes the pages
     python docs/generate.py --check    # exits with 1 if a page is not up to date
 
-The meaning of a key is the string below it in its dataclass; a key without one is an error.
+The string below a key in its dataclass is the meaning of the key. A key without a meaning is an error.
 """
 
 import ast
@@ -31,41 +31,41 @@ INTRODUCTION = """\
 
 # Configuration
 
-A dataset is described by one YAML file. Every key of it is listed here; the files in `configs/` are commented
-examples. Keys without a default must be given. The command line overrides any key, with dots between levels and numbers
-for items of lists; lists, mappings and quoted texts are YAML:
+One YAML file describes a dataset. This page lists all its keys; the files in `configs/` are commented examples. Keys
+without a default are required. The command line can override any key, with dots between levels and numbers for list
+items. Lists, mappings and quoted texts are YAML:
 
 ```
 sharmill run configs/librispeech.yaml match.min_duration=5 sources.0.audio_root=/data/speech
 ```
 
-Paths are relative to the directory in which the command is started. References such as `${oc.env:HOME}` are resolved as
-OmegaConf does. A key that does not exist and a value of a wrong type or out of range are errors that name the file, the
-key and the nearest name; nothing has run then. `resolved_config.yaml` of the run directory has what a run used, with
-references as they were written: the environment may hold secrets.
+Paths are relative to the current directory of the command. References such as `${oc.env:HOME}` are resolved by
+OmegaConf. Before any work, unknown keys and values of a wrong type or out of range end the command; the message names
+the file, the key and the nearest name. `resolved_config.yaml` in the run directory stores the configuration of a run.
+It keeps references unresolved, because the environment may hold secrets.
 """
 SOURCES_OF_ALL_TYPES = """\
-Each item of the list has these keys, and those of its type.
+Each list item has these keys and the keys of its type.
 """
 OPTIONS = """\
-These keys lie beside `{key}`. A family of another package has its own.
+These keys are beside `{key}`. Families of other packages have their own keys.
 """
-EXECUTOR = "These keys lie beside those of `executor`."
+EXECUTOR = "These keys are beside the common keys of `executor`."
 STAGE = "Stage {}: see below."
-# What the section of a stage may be, by its presence.
+# Types of a stage's section, by its presence.
 FORMS = {"always": "mapping", "unless_null": "mapping or `null`", "if_given": "mapping, list or `null`"}
 PROFILE = """\
-`sharmill submit --profile FILE` reads a cluster profile: what a rank needs on a given cluster. Start from
-`configs/clusters/example.yaml`; [Clusters](clusters.md) says how it is used.
+`sharmill submit --profile FILE` reads a cluster profile, which describes the resources of ranks on a cluster. Start from
+`configs/clusters/example.yaml`, and see [Clusters](clusters.md).
 """
 TRAINING = """\
-`jobs/train.py` and `jobs/launch_training.py` read this configuration. `configs/training/example.yaml` is an example;
-[Training](training.md) says how they are used.
+`jobs/train.py` and `jobs/launch_training.py` read this configuration. See `configs/training/example.yaml` and
+[Training](training.md).
 """
 
 
 def make_configuration() -> str:
-    """Return the page on the configuration."""
+    """Return the page about the configuration."""
     from train_config import ModelConfig, TrainConfig
 
     from sharmill.config import MetricsConfig
@@ -87,7 +87,7 @@ def make_configuration() -> str:
         if kind == "match":
             parts += options_of_families(ENCODERS, "`match`", "encoder")
         if kind == "encode":
-            parts.append(section(CodecConfig, "`encode.codecs`", "Each item of the list has these keys."))
+            parts.append(section(CodecConfig, "`encode.codecs`", "Each list item has these keys."))
             parts += options_of_families(CODECS, "`encode.codecs`", "model")
     parts.append(section(ConfiguredExecutor, "`executor`"))
     common = read_meanings(ConfiguredExecutor).keys()
@@ -104,7 +104,7 @@ def make_configuration() -> str:
 
 
 def make_top_level() -> str:
-    """Return the section on the keys at the top, among which are those of the stages."""
+    """Return the section about the top-level keys, including the keys of the stages."""
     from sharmill.config import Config
     from sharmill.registry import STAGES
 
@@ -119,7 +119,7 @@ def make_top_level() -> str:
 
 
 def options_of_families(registry: Any, title: str, key: str) -> list[str]:
-    """Return a section for each family of models that has options."""
+    """Return a section for each model family with options."""
     families = {name: registry.load(name) for name in registry.own}
     return [
         section(family, f"{title} with `{key}: {name}:...`", OPTIONS.format(key=key), only=family.options().keys())
@@ -129,11 +129,11 @@ def options_of_families(registry: Any, title: str, key: str) -> list[str]:
 
 
 def section(kind: type, title: str, introduction: str = "", only: Collection[str] = ()) -> str:
-    """Return the heading, the description and the table of keys of one dataclass, or of some of its keys."""
+    """Return heading, description and table of a dataclass, for all keys or the given ones."""
     meanings = read_meanings(kind)
     hints = typing.get_type_hints(kind)
     rows = []
-    # Options of models have sections of their own.
+    # Model options have their own sections.
     left_out = {"options"} if hasattr(kind, "options_of") else set()
     for field in dataclasses.fields(kind):
         if not field.metadata.get("is_key", True):
@@ -141,7 +141,7 @@ def section(kind: type, title: str, introduction: str = "", only: Collection[str
         if field.name in left_out or (only and field.name not in only):
             continue
         if field.name not in meanings:
-            raise SystemExit(f"{kind.__name__}.{field.name} has no docstring: write one below the key")
+            raise SystemExit(f"{kind.__name__}.{field.name} has no docstring; write one below the key")
         cells = (f"`{field.name}`", name_type(hints[field.name]), show_default(field), meanings[field.name])
         rows.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     description = " ".join(inspect.getdoc(kind).split("\n\n")[0].split())
@@ -150,7 +150,7 @@ def section(kind: type, title: str, introduction: str = "", only: Collection[str
 
 
 def read_meanings(kind: type) -> dict[str, str]:
-    """Return the string below each key of a dataclass, as one line of Markdown."""
+    """Return the string below each key of a dataclass as one line of Markdown."""
     meanings = {}
     for base in filter(dataclasses.is_dataclass, reversed(kind.__mro__)):
         body = ast.parse(textwrap.dedent(inspect.getsource(base))).body[0].body
@@ -161,7 +161,7 @@ def read_meanings(kind: type) -> dict[str, str]:
 
 
 def name_type(hint: Any) -> str:
-    """Return the words for a type: a YAML user need not know Python's."""
+    """Return a type in words for users who do not know Python."""
     if hint in _WORDS:
         return _WORDS[hint]
     if typing.get_origin(hint) is Literal:
@@ -177,7 +177,7 @@ _WORDS = {str: "text", int: "whole number", float: "number", bool: "`true`, `fal
 
 
 def show_default(field: dataclasses.Field) -> str:
-    """Return the default of a key as YAML would have it."""
+    """Return the default of a key as in YAML."""
     if field.default_factory is not dataclasses.MISSING:
         from sharmill.config.loading import to_plain
 
@@ -192,7 +192,7 @@ def show_default(field: dataclasses.Field) -> str:
 
 
 def make_formats() -> str:
-    """Return the page on formats with the reasons of rejects as they are now."""
+    """Return the page about formats with the current reject reasons."""
     from sharmill.errors import REASONS, REMEDIES
 
     rows = [f"| `{reason}` | {meaning} | {REMEDIES[reason]} |\n" for reason, meaning in REASONS.items()]
@@ -201,7 +201,7 @@ def make_formats() -> str:
 
 
 def make_training() -> str:
-    """Return the page on training with the table of NeMo's classic keys as it is now."""
+    """Return the page about training with the current table of NeMo's classic keys."""
     from sharmill.training.nemo.classic import CLASSIC_KEY_HANDLING
 
     by_fate: dict[str, list[str]] = {}
@@ -215,11 +215,11 @@ def make_training() -> str:
 
 
 def make_extending() -> str:
-    """Return the page on extending with the example files as they are now."""
+    """Return the page about extending with the current example files."""
 
     def show(found: re.Match[str]) -> str:
         file = REPOSITORY / found[2]
-        # Not ``python``: these run as packages of their own, in tests/plugins.
+        # Not ``python``, because tests/plugins runs these files as separate packages.
         language = {".py": "py", ".toml": "toml"}[file.suffix]
         return f"{found[1]}```{language}\n{file.read_text()}```\n{found[3]}"
 
@@ -236,7 +236,7 @@ def main() -> None:
         if "--check" not in sys.argv:
             page.write_text(text)
         elif page.read_text() != text:
-            raise SystemExit(f"{page} is not up to date: run python docs/generate.py and commit what it writes")
+            raise SystemExit(f"{page} is out of date; run python docs/generate.py and commit the result")
 
 
 if __name__ == "__main__":

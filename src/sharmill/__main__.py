@@ -3,7 +3,7 @@
 import sys
 
 if __name__ == "__main__":
-    # Python looks into the current folder first, which may be a stranger's dataset.
+    # Python searches the current folder first, which may be an untrusted dataset.
     first = [] if sys.flags.safe_path else [sys.path.pop(0)]
     from pathlib import Path
 

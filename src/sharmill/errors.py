@@ -1,6 +1,6 @@
-"""Errors, by what they end: one record, one unit, or the run.
+"""Errors by scope: one record, one unit, or the whole run.
 
-The reason codes of rejects and the codes of errors are listed here and nowhere else.
+This module is the only place that lists the reason codes of rejects and the error codes.
 """
 
 import copyreg
@@ -12,170 +12,170 @@ from typing import Any, ClassVar, Final
 REASONS: Final[dict[str, str]] = {
     "skipped": "the record is marked with _skipme",
     "malformed": "the record is not a JSON object of the expected types",
-    "missing_field": "a required field is absent",
-    "bad_speaker": "there is no speaker, its tag cannot be parsed, or no group key can be made from the record",
-    "empty_text": "neither text nor normalized_text has any text",
-    "filtered": "a filter of the configuration does not hold",
+    "missing_field": "a required field is missing",
+    "bad_speaker": "the speaker is missing, its tag cannot be parsed, or the record gives no group key",
+    "empty_text": "text and normalized_text are both empty",
+    "filtered": "the record does not satisfy a filter of the configuration",
     "too_short": "the utterance is shorter than min_duration",
     "too_long": "the utterance is longer than max_duration",
-    "too_long_for_device": "the memory of the device does not suffice for the utterance by itself",
+    "too_long_for_device": "the utterance alone does not fit into the memory of the device",
     "missing_audio": "the audio file does not exist",
     "unreadable_audio": "the audio file cannot be decoded",
-    "ambiguous_audio": "the archive has several files of the name",
+    "ambiguous_audio": "the archive has several files with this name",
     "empty_audio": "the audio has no samples",
     "non_finite_audio": "the audio has NaN or infinite samples",
     "silent_audio": "the loudest sample of the audio is below -60 dB of full scale",
-    "over_full_scale": "the loudest sample of the audio is more than 24 dB above full scale, as in floats of integers",
-    "changed_audio": "the audio file is not the one that an earlier stage has read",
-    "duration_mismatch": "the manifest or the header of the file disagrees with the audio about the duration",
-    "unsupported_rate": "the sampling rate cannot be resampled or stored as asked",
-    "unsupported_channels": "the audio has several channels and none is chosen, or not the one that is asked for",
-    "outside_root": "the audio path leaves the audio root, or names a command, or a URL that is not below it",
-    "unsupported_cut": "the cut is mixed, padded, changed by a transform, or has several speakers",
-    "overlapped_speech": "another speaker speaks during the segment, and overlapped speech is not wanted",
+    "over_full_scale": "the loudest sample of the audio is more than 24 dB above full scale, as in integers as floats",
+    "changed_audio": "the audio file has changed since an earlier stage read it",
+    "duration_mismatch": "the duration in the manifest or in the file header disagrees with the audio",
+    "unsupported_rate": "the audio cannot be resampled to, or stored at, the requested sampling rate",
+    "unsupported_channels": "the audio has several channels and none is chosen, or lacks the chosen channel",
+    "outside_root": "the audio path is outside the audio root, or is a command",
+    "unsupported_cut": "the cut is mixed, padded, modified by a transform, or has several speakers",
+    "overlapped_speech": "another speaker talks during the segment, and overlapped speech is excluded",
     "duplicate_id": "the same segment occurs more than once in the input",
-    "already_there": "the dataset that is appended to has this record, or a cut of this id",
+    "already_there": "the dataset to append to already contains this record, or a cut with this id",
     "single_utterance_speaker": "no other utterance has the same group key",
-    "no_similar_context": "no candidate of the group is similar enough",
-    "only_copies": "all that could be the context is a copy of the utterance",
-    "no_long_context": "no other utterance of the group satisfies the limits on a context",
-    "bad_context": "the context that the record brings cannot be used, or is outside the limits",
-    "bad_codes": "the codec gives values that are not finite, outside its codebook or of a wrong number of frames",
+    "no_similar_context": "no candidate in the group is similar enough",
+    "only_copies": "all context candidates are copies of the utterance",
+    "no_long_context": "no other utterance of the group satisfies the limits for contexts",
+    "bad_context": "the context given in the record is unusable or outside the limits",
+    "bad_codes": "the codec returns values that are not finite or outside its codebook, or a wrong number of frames",
 }
 
-# By reason: what mends records that are rejected for it, or lets them through.
+# Remedies by reason: how to correct or accept the rejected records.
 REMEDIES: Final[dict[str, str]] = {
-    "skipped": "remove _skipme from the records that are wanted",
-    "malformed": "correct these lines or files; the detail of each says what is wrong with it",
-    "missing_field": "give each record what is missing; prepare.require_text=false keeps speech without text",
+    "skipped": "remove _skipme from the records that you want to keep",
+    "malformed": "correct these lines or files; the detail of each reject explains the problem",
+    "missing_field": "add the missing field to each record, or keep speech without text: prepare.require_text=false",
     "bad_speaker": "set speaker of the source to a template such as {path[0]}, choose another speaker_key, correct the "
-    "speakers or the paths, or make a dataset without contexts (match=null)",
-    "empty_text": "prepare.require_text=false keeps speech without text",
+    "speakers or the paths, or create a dataset without contexts (match=null)",
+    "empty_text": "add the text, or keep speech without text: prepare.require_text=false",
     "filtered": "loosen prepare.filters",
     "too_short": "lower prepare.min_duration",
     "too_long": "raise prepare.max_duration, or set it to null",
     "too_long_for_device": "match on devices with more memory, or lower prepare.max_duration",
     "missing_audio": "correct audio_root in sources: it is the folder that audio_filepath is relative to",
     "unreadable_audio": "copy these files again, or convert them to WAV or FLAC",
-    "ambiguous_audio": "make the archives anew, each file with a name of its own",
+    "ambiguous_audio": "rebuild the archives with unique file names",
     "empty_audio": "copy these files again, or remove the records",
-    "non_finite_audio": "make these files anew",
+    "non_finite_audio": "create these files again",
     "silent_audio": "copy these files again, or remove the records",
-    "over_full_scale": "set float_scale of the source to what is full scale in its files: 32768 where floats hold the "
-    "values of 16 bits, 8388608 of 24, 2147483648 of 32",
-    "changed_audio": "restore the audio, or begin anew from prepare with --restart",
+    "over_full_scale": "set float_scale of the source to the full-scale value of its files: 32768 for floats with "
+    "16-bit values, 8388608 for 24 bits, 2147483648 for 32 bits",
+    "changed_audio": "restore the audio, or start over from prepare with --restart",
     "duration_mismatch": "correct duration and offset in the manifest, or raise prepare.duration_tolerance; copy or "
     "convert files whose headers are wrong",
     "unsupported_rate": "set write.sampling_rate to a common rate",
     "unsupported_channels": "set channel of the source to a number or to downmix",
-    "outside_root": "set audio_root in sources to the folder, or the URL, that holds all of the audio",
-    "unsupported_cut": "store the audio of such cuts as files; split: true of the source takes speakers apart",
-    "overlapped_speech": "overlap: keep of the source keeps such segments",
-    "duplicate_id": "remove records that are there twice",
-    "already_there": "nothing: only new records are appended",
+    "outside_root": "set audio_root in sources to the folder or URL that contains all audio",
+    "unsupported_cut": "save the audio of such cuts as files; to separate speakers, set split: true in the source",
+    "overlapped_speech": "to keep such segments, set overlap: keep in the source",
+    "duplicate_id": "remove duplicate records",
+    "already_there": "nothing to do: only new records are appended",
     "single_utterance_speaker": "choose a coarser speaker_key, so that groups have more than one utterance",
-    "no_similar_context": "check that the speakers are right, then set match.min_similarity to the threshold that "
-    "sharmill calibrate finds",
+    "no_similar_context": "check the speaker labels, then set match.min_similarity to the threshold that sharmill "
+    "calibrate recommends",
     "only_copies": "give each speaker more than one recording, or remove the copies",
     "no_long_context": "lower match.min_duration",
     "bad_context": "correct the keys context_audio_..., loosen the limits of match, or set match.contexts to choose",
-    "bad_codes": "the cuts stay without these codes; encode.precision=fp32, or another codec, may give some",
+    "bad_codes": "the cuts are kept without these codes; try encode.precision=fp32 or another codec",
 }
 
-# Reasons that may lie with the node, which does not see the input, and not with the record.
+# Reasons that may be caused by a node that does not see the input, rather than by the record.
 REASONS_OF_NODES: Final = frozenset({"missing_audio"})
 
-# Reasons that say nothing about the input: they do not count for max_reject_fraction.
+# Reasons that do not indicate a problem of the input, so they do not count towards max_reject_fraction.
 HARMLESS_REASONS: Final = frozenset({"already_there"})
 
-# One code names one kind of mistake or fault, whatever the sentence says; tests and callers compare codes.
+# A code identifies a kind of error, independently of the wording; tests and callers compare codes.
 CODES: Final[dict[str, str]] = {
     # Configuration
     "bad_config_file": "a YAML file cannot be read, or is not a mapping of a reasonable size",
-    "bad_config_value": "a value of a configuration has the wrong type or is out of range",
-    "missing_key": "a key of a configuration that has no default is missing",
-    "unknown_key": "a configuration has a key that does not exist",
-    "unknown_stage": "there is no stage of this name",
+    "bad_config_value": "a configuration value has the wrong type or is out of range",
+    "missing_key": "a configuration key without a default is missing",
+    "unknown_key": "a configuration key does not exist",
+    "unknown_stage": "a stage does not exist",
     # Reading and training
-    "bad_callable": "module:callable names nothing that can be imported and called",
-    "bad_layout": "the files of a folder do not make up shards, or two of them claim to be the same",
-    "bad_tokenizer": "a tokenizer cannot be loaded, or does not give ids for this text",
-    "inexact_state": "consumed cuts cannot be counted, so that no exact state of the data is possible",
-    "needs_dataset": "the loader's data fit no dataset class that it could make itself",
-    "out_of_memory": "a batch of a model, or not even the smallest one of a training step, fits in memory",
-    "process_ended": "a worker process ended by itself",
-    "split_wrong": "ranks or workers would get cuts twice or not at all under these settings",
-    "step_failed": "a training step failed for another reason than memory, or took too long",
-    "too_few_cuts": "no cut is left for a reader, or fewer than what is asked for needs",
-    "unknown_codec": "a dataset has no such codec, or several to choose from",
-    "unknown_cut": "a dataset has no such cut",
-    "unknown_field": "a dataset has no such field",
-    "unknown_shard": "a dataset has no such shard",
-    "unsupported_system": "this machine lacks a command, or its kernel a function, that is needed",
-    "wrong_state": "a saved state is incomplete, damaged, or of another dataset, order or loader",
+    "bad_callable": "module:callable cannot be imported, or is not callable",
+    "bad_layout": "the files of a folder do not form shards, or two files claim the same place",
+    "bad_tokenizer": "a tokenizer cannot be loaded, or returns no ids for a text",
+    "inexact_state": "consumed cuts cannot be counted, so no exact state of the data can be saved",
+    "needs_dataset": "the loader has no default dataset class for its data",
+    "out_of_memory": "a batch of a model, or even the smallest batch of a training step, does not fit into memory",
+    "process_ended": "a worker process ended unexpectedly",
+    "split_wrong": "ranks or workers would get cuts twice or not at all with these settings",
+    "step_failed": "a training step took too long, or failed for a reason other than memory",
+    "too_few_cuts": "a reader gets no cuts, or fewer than necessary",
+    "unknown_codec": "a dataset does not have this codec, or has several codecs and none is chosen",
+    "unknown_cut": "a dataset does not have this cut",
+    "unknown_field": "a dataset does not have this field",
+    "unknown_shard": "a dataset does not have this shard",
+    "unsupported_system": "this machine lacks a required command or kernel function",
+    "wrong_state": "a saved state is incomplete, damaged, or belongs to another dataset, order or loader",
     # Command line
-    "bad_usage": "a command has arguments or options that it does not take, or that exclude each other",
+    "bad_usage": "a command has invalid or mutually exclusive arguments or options",
     "no_run_dir": "a folder is not a run directory",
     # Inputs
-    "bad_manifest": "a manifest or another input of a source cannot be read as what it should be",
-    "changed_input": "an input is no longer what the plan was made from",
-    "missing_input": "a file or folder that the configuration names is not there, or cannot be read",
-    "stage_not_run": "the stage whose output is read has not been run",
+    "bad_manifest": "a manifest or another input of a source cannot be parsed",
+    "changed_input": "an input has changed since the plan was made",
+    "missing_input": "a file or folder named in the configuration does not exist or cannot be read",
+    "stage_not_run": "a stage whose output is needed has not been run",
     # Names, models and packages
-    "bad_codes": "a codec gave codes of a wrong shape or outside its codebook",
-    "bad_model": "a model's file or weights cannot be used, or it is not what its name promises",
-    "bad_plugin": "what another package or python:module:Class offers does not keep to the contract",
-    "no_decoder": "a codec cannot turn codes into audio",
-    "missing_package": "a package that is needed is not installed",
+    "bad_codes": "a codec returned codes of a wrong shape or outside its codebook",
+    "bad_model": "a model's file or weights are unusable, or do not match its name",
+    "bad_plugin": "an extension from another package or python:module:Class violates its contract",
+    "no_decoder": "a codec cannot decode codes to audio",
+    "missing_package": "a required package is not installed",
     "unknown_name": "no implementation has this name",
-    "untrusted_model": "a model names code that is not known, or only a dataset names the model; it is not loaded",
-    "unreachable_model": "a model is neither on this machine nor can it be fetched",
+    "untrusted_model": "a model is not loaded, because it refers to unknown code or is named only by a dataset",
+    "unreachable_model": "a model is neither on this machine nor downloadable",
     # Datasets
-    "bad_codec": "a codec cannot be used, or its facts are unknown or contradict each other",
-    "bad_findings": "a report of findings is none, is of another dataset, or names nothing that can be done again",
-    "damaged_shard": "a file of a dataset is not as it should be",
-    "duplicate_cut": "a cut id occurs more than once in what is to be one dataset",
-    "foreign_output": "a folder that is to be written has files that are not this run's",
-    "no_dataset": "there is no finished dataset",
-    "no_speaker": "a cut has no speaker where one is needed",
-    "too_few_speakers": "a dataset has too few speakers, or groups of them, to be split by speaker",
-    "unsupported_format": "audio is stored in a format that what is to be written cannot have",
-    "unlike_datasets": "datasets differ in what one dataset has in common: fields, codecs, audio format, limits",
-    "wrong_version": "a file has another format version than this sharmill reads",
+    "bad_codec": "a codec is unusable, or its properties are unknown or contradictory",
+    "bad_findings": "a validation report is invalid, belongs to another dataset, or lists nothing to rebuild",
+    "damaged_shard": "a file of a dataset is damaged",
+    "duplicate_cut": "a cut id occurs more than once in a dataset",
+    "foreign_output": "an output folder contains files of other origin",
+    "no_dataset": "a folder is not a finished dataset",
+    "no_speaker": "a cut has no speaker although one is needed",
+    "too_few_speakers": "a dataset has too few speakers or speaker groups for a split by speaker",
+    "unsupported_format": "the stored audio format is not supported by the output",
+    "unlike_datasets": "datasets have different fields, codecs, audio formats or limits, so they cannot be combined",
+    "wrong_version": "a file has a format version that this version of sharmill cannot read",
     # Runs and their directories
-    "accounts": "the numbers of records of a stage or a dataset do not add up",
-    "changed_plan": "a stage was begun with other settings, input or versions than these",
-    "reserved": "another run is at work on the same fields of a dataset",
-    "damaged_run_dir": "a file of the run directory cannot be understood",
-    "device_failed": "a rank cannot use its device: too old, not there, broken, or without memory",
-    "disk": "a file or folder cannot be read or written: full, read-only, not permitted, or failing",
-    "locked": "another process is at work in the same folder",
-    "no_ranks": "ranks cannot be started, or end before they have begun a unit",
-    "other_device": "a rank's device is of another kind than the one that the stage was begun on",
-    "setup_failed": "a rank cannot load what the stage needs",
-    "superseded_plan": "a rank works for a plan that has been replaced or finished by another process",
-    "too_many_rejects": "more records are rejected than max_reject_fraction allows",
-    "units_failed": "units failed for good",
+    "accounts": "the numbers of records of a stage or dataset do not add up",
+    "changed_plan": "a stage was started with different settings, input or versions",
+    "reserved": "another run is working on the same fields of a dataset",
+    "damaged_run_dir": "a file of the run directory is damaged",
+    "device_failed": "a rank cannot use its device: too old, missing, broken, or out of memory",
+    "disk": "a file or folder cannot be read or written: full, read-only, no permission, or failing",
+    "locked": "another process is working in the same folder",
+    "no_ranks": "ranks cannot be started, or end before their first unit",
+    "other_device": "a rank's device is of a different kind than the device on which the stage was started",
+    "setup_failed": "a rank cannot load the models or data of a stage",
+    "superseded_plan": "a rank works on a plan that another process has replaced or finished",
+    "too_many_rejects": "more records were rejected than max_reject_fraction allows",
+    "units_failed": "units failed permanently",
     # Clusters
-    "cancelled": "a user has cancelled the run, or another one has taken its place",
-    "jobs_elsewhere": "the run of a dataset waits for jobs of another cluster",
-    "jobs_gone": "the jobs of a dataset have ended before the work did",
+    "cancelled": "a user cancelled the run, or another run replaced it",
+    "jobs_elsewhere": "the run of a dataset waits for jobs on another cluster",
+    "jobs_gone": "the jobs of a dataset ended before its work was finished",
     "jobs_in_queue": "jobs of the dataset are still in the queue",
-    "jobs_refused": "the scheduler does not accept a job",
-    "no_cluster": "there is no SLURM or no Ray cluster here",
-    "silent_cluster": "the scheduler does not answer",
-    "unlike_nodes": "a node differs from the driver's: another version, or folders that it does not see",
+    "jobs_refused": "the scheduler rejected a job",
+    "no_cluster": "no SLURM or Ray cluster is available",
+    "silent_cluster": "the scheduler does not respond",
+    "unlike_nodes": "a node differs from the driver's node: other versions, or folders that it cannot see",
     # Everything else
     "unspecified": "an error without a code of its own",
 }
 
 
-# The user and password in a URL, and its query, which may be a signature; urllib3 names the end of a URL alone.
+# The user and password of a URL, and its query, which may be a signature; urllib3 prints only the path of a URL.
 _SECRETS: Final = re.compile(r"(://|\burl: (?=/))(?:[^/?#\s]*@)?((?:(?!://)[^\s?])*)(\?\S*[^\s'\")>\]}.,;:])?")
 
 
 def hide_secrets(text: str) -> str:
-    """Return a text as it may be shown: its URLs without passwords and queries.
+    """Return a text for display, with passwords and queries removed from its URLs.
 
     >>> hide_secrets("https://me:secret@host/a.wav?token=1 is not there")
     'https://host/a.wav?... is not there'
@@ -189,9 +189,10 @@ class SharmillError(Exception):
     """Base of all errors that sharmill raises on purpose; the message is one line for the user.
 
     Args:
-        message: what is wrong and what to do about it.
-        code: a key of ``CODES``; by default that of the class.
-        details: further lines, which are shown below it; a line break in one of all these is no line of its own.
+        message: the problem and its remedy.
+        code: a key of ``CODES``; the default of the class if omitted.
+        details: further lines that are shown below the message. Line breaks inside the message or a detail do not start
+            a new line.
     """
 
     default_code: ClassVar[str] = "unspecified"
@@ -205,29 +206,33 @@ class SharmillError(Exception):
         self.code = code
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # As it is, whatever arguments the class takes.
+        # Pickling must not call the class, whose arguments may differ.
         return copyreg.__newobj__, (type(self), *self.args), self.__dict__  # type: ignore[attr-defined]
 
 
 class ConfigError(SharmillError):
-    """The configuration or the command line is wrong: nothing runs."""
+    """Error in the configuration or on the command line; nothing is run."""
 
     exit_status = 2
 
 
 def refuse(*problems: tuple[object, str], code: str = "bad_config_value") -> None:
-    """Raise ConfigError for the first problem, a condition and a sentence, of which the condition is true."""
-    for is_there, problem in problems:
-        if is_there:
+    """Raise ConfigError for the first problem that exists.
+
+    Args:
+        problems: pairs of a condition, which is true if the problem exists, and a message.
+    """
+    for exists, problem in problems:
+        if exists:
             raise ConfigError(problem, code=code)
 
 
 class RejectRecord(SharmillError):
-    """This record cannot be used; the others go on.
+    """Error of one record, which is rejected; other records are not affected.
 
     Args:
         reason: a key of ``REASONS``.
-        detail: one sentence that says what was found in this record.
+        detail: one sentence about the problem of this record.
     """
 
     def __init__(self, reason: str, detail: str) -> None:
@@ -241,25 +246,29 @@ class RejectRecord(SharmillError):
 
 
 def refuse_record(*problems: tuple[object, str, str]) -> None:
-    """Raise RejectRecord for the first problem, a condition, reason and detail, of which the condition is true."""
-    for is_there, reason, detail in problems:
-        if is_there:
+    """Raise RejectRecord for the first problem that exists.
+
+    Args:
+        problems: triples of a condition, which is true if the problem exists, a reason and a detail.
+    """
+    for exists, reason, detail in problems:
+        if exists:
             raise RejectRecord(reason, detail)
 
 
 class UnitFailed(SharmillError):
-    """This unit cannot be completed; it is retried, then reported, and the others go on."""
+    """Error of one unit, which is retried and finally reported; other units are not affected."""
 
 
 class FatalError(SharmillError):
-    """The stage cannot go on (disk full, read-only folder, accounts that do not add up): exit status 1."""
+    """Error that stops a stage with exit status 1, such as a full disk, a read-only folder or inconsistent counts."""
 
 
 class DeviceError(FatalError):
-    """The device of one rank, or its node, cannot be used: it is given up, and the ranks on others go on.
+    """Error of a rank's device or node, which is no longer used; ranks on other devices continue.
 
     Args:
-        place: the host, and the device where it is about that, in words.
+        place: description of the host, and of the device if only the device is affected.
     """
 
     default_code = "device_failed"
@@ -270,27 +279,29 @@ class DeviceError(FatalError):
 
 
 _FURTHER_LINE: Final = re.compile(r"\n(?!  |\n|$)")
-# Sentences of CUDA, its driver and its libraries; since torch 2.8 in an AcceleratorError, before in a RuntimeError.
-_OF_DEVICE: Final = re.compile(r"(CUDA|HIP)( driver)? error|cuDNN error|cuFFT error|CU(DNN|BLAS|SOLVER|SPARSE)_STATUS_")
-# cuDNN finds no algorithm whose workspace fits, cuFFT no place for its own, and oneDNN none for its code: each says the
-# same where it has nothing that computes this on the device.
-_OF_MEMORY_OR_LIBRARIES: Final = (
+# Error messages of CUDA, its driver and its libraries: an AcceleratorError since torch 2.8, a RuntimeError before.
+_DEVICE_MESSAGES: Final = re.compile(
+    r"(CUDA|HIP)( driver)? error|cuDNN error|cuFFT error|CU(DNN|BLAS|SOLVER|SPARSE)_STATUS_"
+)
+# cuDNN, cuFFT and oneDNN raise these errors if memory for a workspace or for code is short, but also if they have no
+# implementation for the device.
+_MEMORY_OR_LIBRARY_MESSAGES: Final = (
     "nable to find an engine",
     "nable to find a valid cuDNN algorithm",
     "CUFFT_INTERNAL_ERROR",
     "could not create a primitive",
     "could not execute a primitive",
 )
-# Messages that say that memory is short. A device works on after them, so that none is an error of a device; those of
-# the second part never come from one.
-_OF_MEMORY: Final = (
-    # CUDA, HIP, its driver, Triton, NCCL: all in their own sentence.
+# Messages about a lack of memory. A device remains usable after them, so they are not device errors. The second part
+# lists messages about the memory of the CPU.
+_MEMORY_MESSAGES: Final = (
+    # CUDA and its driver, HIP, Triton, NCCL.
     "out of memory",
     # cuBLAS, cuDNN, cuFFT, cuSOLVER, cuSPARSE.
     "_ALLOC_FAILED",
     "_ALLOCATION_FAILED",
-    *_OF_MEMORY_OR_LIBRARIES,
-    # The CPU: torch, C++ on its way down, the system's loader and kernel.
+    *_MEMORY_OR_LIBRARY_MESSAGES,
+    # The CPU: torch, C++, the system's loader and kernel.
     "DefaultCPUAllocator: can't allocate memory",
     "DefaultCPUAllocator: not enough memory",
     "std::bad_alloc",
@@ -302,7 +313,7 @@ _OF_MEMORY: Final = (
 
 
 def one_line(error: BaseException, limit: int | None = 200) -> str:
-    """Return the message of an error as one line, cut to a number of characters; its type's name if it has none."""
+    """Return the message of an error, or the name of its type if it has none, as one line of limited length."""
     return (" ".join(str(error).split()) or type(error).__name__)[:limit]
 
 
@@ -312,22 +323,22 @@ def counted(number: int, noun: str) -> str:
 
 
 def printable(text: str) -> str:
-    """Return text as it may be shown or logged: names in it come from manifests, datasets and folders of others.
+    """Return text that is safe to print and log, although it may contain names from untrusted files.
 
-    It has no control characters, which could move the cursor, rename the window or hide text. Its further lines are
-    indented, so that no name with a line break in it makes up a line of its own.
+    Control characters, which could move the cursor, rename the window or hide text, are replaced. All lines but the
+    first are indented, so that a name with a line break cannot pass for a separate line.
     """
     shown = "".join(char if char.isprintable() or char in "\n\t" else "\N{REPLACEMENT CHARACTER}" for char in text)
     return _FURTHER_LINE.sub("\n  ", shown)
 
 
 def printable_line(text: str) -> str:
-    """Return text as ``printable`` does, with spaces for line breaks."""
+    """Return text that is safe to print, on one line; see ``printable``."""
     return printable(text.replace("\n", " "))
 
 
 class PrintableFormatter(logging.Formatter):
-    """Log records without control characters, each message on one line; a traceback follows on its own."""
+    """Formatter that prints each log message on one line without control characters, followed by its traceback."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:
         return printable_line(super().formatMessage(record))
@@ -337,31 +348,31 @@ class PrintableFormatter(logging.Formatter):
 
 
 def describe_error(error: SharmillError) -> str:
-    """Return an error as it is shown: its line, and the further ones that it was made with."""
+    """Return an error for display: its message and its details, one per line."""
     return "\n  ".join(map(printable_line, error.lines))
 
 
 def mentions_memory(text: str) -> bool:
-    """Return True if a message, or the last output of a process, says that memory was lacking."""
-    return any(message in text for message in _OF_MEMORY)
+    """Return True if a message or the output of a process reports a lack of memory."""
+    return any(message in text for message in _MEMORY_MESSAGES)
 
 
 def other_reason(error: BaseException | None) -> str:
-    """Return, as the end of a sentence, what an error of memory may be about instead; "" where it is about memory."""
+    """Return the end of a sentence with another possible cause of a memory error; "" if memory is the only cause."""
     while error is not None:
-        if any(message in str(error) for message in _OF_MEMORY_OR_LIBRARIES):
+        if any(message in str(error) for message in _MEMORY_OR_LIBRARY_MESSAGES):
             return (
-                "; or the libraries here cannot compute it at any length, and say so in the same words: then the "
-                "versions of torch, its libraries and the driver do not fit"
+                "; the same message appears if torch, its libraries and the driver are incompatible, which fails at "
+                "any length"
             )
         error = error.__cause__
     return ""
 
 
 def is_device_error(error: BaseException) -> bool:
-    """Return True if an exception, or what it came from, is an error of a GPU other than a lack of its memory.
+    """Return True if an exception or one of its causes is a GPU error other than a lack of memory.
 
-    Most of them are sticky: nothing works any more on that device in this process.
+    Most GPU errors are sticky: the device cannot be used any more in this process.
 
     >>> is_device_error(RuntimeError("CUDA error: device-side assert triggered"))
     True
@@ -370,16 +381,16 @@ def is_device_error(error: BaseException) -> bool:
     """
     own: BaseException | None = error
     while own is not None:
-        # torch is not imported for this: without it there is no such error.
+        # The class is compared by name, to avoid an import of torch.
         of_torch = any(kind.__name__ == "AcceleratorError" for kind in type(own).__mro__)
-        said = isinstance(own, RuntimeError) and _OF_DEVICE.search(str(own)) is not None
-        if (of_torch or said) and not mentions_memory(str(own)):
+        mentions_device = isinstance(own, RuntimeError) and _DEVICE_MESSAGES.search(str(own)) is not None
+        if (of_torch or mentions_device) and not mentions_memory(str(own)):
             return True
         own = own.__cause__ or (None if own.__suppress_context__ else own.__context__)
     return False
 
 
 class DamagedShard(SharmillError):
-    """A file of a dataset is not what it should be; the message names the file and the place."""
+    """Error of a damaged dataset file; the message names the file and the place."""
 
     default_code = "damaged_shard"

@@ -1,6 +1,6 @@
-"""The typed utterance with its context, its JSON line, its speaker tag, and random access to lines of a manifest.
+"""Records of manifests: typed utterances with contexts, their JSON lines and speaker tags, and random access to lines.
 
-The keys in ``OWN_KEYS`` are sharmill's own: they travel from stage to stage and are not kept in a dataset.
+The keys in ``OWN_KEYS`` are internal: they are passed from stage to stage and are not stored in a dataset.
 """
 
 import re
@@ -19,39 +19,38 @@ from sharmill.files.atomic import open_new
 from sharmill.files.stored import open_stored
 
 TYPED_KEYS: Final = ("audio_filepath", "offset", "duration", "text", "speaker")
-# The keys that may hold the transcript, the first one with any text first.
+# Keys that may hold the transcript, in order of preference.
 TEXT_KEYS: Final = ("text", "normalized_text", "tts_text", "tts_text_normalized")
-# Seconds by which a part, such as a word of a segment, may go beyond the whole: times are rounded, and pauses divided.
+# Tolerance in seconds for a part, such as a word, that exceeds its segment because times are rounded.
 MAX_BEYOND: Final = 0.1
-# Digits of seconds, as lhotse has them.
+# Decimal digits of times in seconds, as in lhotse.
 TIME_DIGITS: Final = 8
-# A line of more bytes is no record, and would be carried through all stages and into the dataset.
+# A longer line is rejected, since its record would pass through all stages into the dataset.
 MAX_RECORD_BYTES: Final = 16 << 20
 _MAX_LINE_BYTES: Final = 64 << 20
-# A reject keeps only a part of a record that is larger than this as JSON.
+# A reject stores only a part of a record whose JSON is larger than this.
 _MAX_KEPT_BYTES: Final = 8 << 10
-# The limit of Linux: a longer path cannot be opened.
+# Linux cannot open longer paths.
 MAX_PATH: Final = 4096
-# Stands beside ``duration`` where that was read from the header of the audio, since the record had none.
+# Marks a ``duration`` that was read from the header of the audio, because the record had none.
 DURATION_FROM_HEADER: Final = "duration_from_header"
-# The id that a cut had in its source, where that keeps ids.
+# The id of a cut in its source, if the source keeps ids.
 SOURCE_CUT_ID: Final = "source_cut_id"
-# Key of a record for the times of its words, phones and the like; see ``fit_alignments``. A cut has them as the
-# alignment of its supervision.
+# Key of a record for the times of its words or phones; see ``fit_alignments``. In a cut, they become the alignment of
+# the supervision.
 ALIGNMENT: Final = "_alignment"
 _NOT_IN_IDS: Final = re.compile(r"[\s/\x00-\x1f\x7f]+")
 _MAX_ID: Final = 200
-# The speaker tag as the record had it, where the dataset has its language in another form.
+# The original speaker tag, if the dataset stores its language in another form.
 ORIGINAL_TAG: Final = "original_speaker"
-# By field, the key of a cut for the share of its samples that were beyond full scale and were clipped when they were
-# stored; only cuts with such samples have it.
+# Keys by audio field for the share of samples that were clipped in writing; only cuts with clipped samples have them.
 CLIPPED_KEYS: Final = {"target_audio": "clipped_in_writing", "context_audio": "context_clipped_in_writing"}
-# The speaker tag that NeMo's text-to-speech data carries.
+# The speaker tag of NeMo's text-to-speech data.
 _TAG: Final = re.compile(r"^\s*\|(.*)\|\s*$", re.DOTALL)
 _TAG_PARTS: Final = ("Language", "Dataset", "Speaker")
-# The keys that a record is known by.
+# Keys that identify a record.
 SEGMENT_KEYS: Final = ("audio_filepath", "offset", "duration", DURATION_FROM_HEADER)
-# In the order in which they are written; the last two only where there is such a thing.
+# The order is the order of writing; the last two keys are optional.
 CONTEXT_KEYS: Final = (
     "context_audio_filepath",
     "context_audio_offset",
@@ -62,9 +61,9 @@ CONTEXT_KEYS: Final = (
     "context_audio_normalized_text",
     "context_audio_channel",
 )
-# sharmill's own too, where a segment has such a thing.
+# Optional internal keys.
 PLACE_KEYS: Final = ("_channel", "_member")
-# The last one ends the line, so that it can be left out of a checksum without reading the JSON.
+# The last key ends the line, so that a checksum can leave it out without parsing the JSON.
 OWN_KEYS: Final = (
     "_source",
     "_whole_file",
@@ -78,7 +77,7 @@ OWN_KEYS: Final = (
 )
 _TIMES: Final = b',"_modified":'
 
-# A channel from 0, or the mean of all; None where the audio is mono.
+# A channel number from 0, or the mean of all channels; None for mono audio.
 Channel = int | Literal["downmix"] | None
 
 _encoder = msgspec.json.Encoder()
@@ -86,7 +85,7 @@ _decoder = msgspec.json.Decoder()
 
 
 class _AlignmentItem(NamedTuple):
-    """A word, phone or the like with its time in seconds: an array in JSON, as lhotse writes it."""
+    """Word or phone with its time in seconds; a JSON array, as in lhotse."""
 
     symbol: str
     start: float
@@ -95,16 +94,16 @@ class _AlignmentItem(NamedTuple):
 
 
 def fit_alignments(alignments: Any, begin: float, start: float, end: float) -> dict[str, list[list[Any]]] | None:
-    """Return the alignments of a segment, ``{"word": [[symbol, start, duration, score], ...]}``, clipped to it.
+    """Return alignments clipped to a segment, as ``{"word": [[symbol, start, duration, score], ...]}``.
 
     Args:
-        alignments: JSON, in the same form or without scores.
-        begin: the time from which seconds are to count.
-        start, end: times of the segment.
+        alignments: alignments in the same form, with or without scores.
+        begin: origin of the returned times, in seconds.
+        start, end: times of the segment in seconds.
 
     Returns:
-        None if they have another form, or an item lies outside of the segment: the times of all count from another
-        place then.
+        None if the alignments have another form, or if an item is outside the segment, which means that the times are
+        relative to another origin.
     """
     try:
         found = msgspec.convert(alignments, dict[str, list[_AlignmentItem]])
@@ -125,13 +124,14 @@ def fit_alignments(alignments: Any, begin: float, start: float, end: float) -> d
 
 @dataclass(frozen=True, slots=True)
 class AudioNotes:
-    """Notes about the audio of a segment, by which a later stage sees that the file has been replaced since.
+    """Properties of the audio of a segment, from which later stages detect that the file has been replaced.
 
     Attributes:
-        size: bytes of the file when the stage ``prepare`` saw it; -1 where it has not.
-        modified: time of its last change then, in nanoseconds; -1 where it is not known.
-        checksum: of its bytes or of the segment's samples, made where the audio was first read; "" before that.
-        sound: ``audio.sound.Sound`` of the segment, packed, made there as well.
+        size: size of the file in bytes when ``prepare`` saw it; -1 if ``prepare`` did not see it.
+        modified: modification time of the file at that time, in nanoseconds; -1 if unknown.
+        checksum: checksum of the file's bytes or of the segment's samples, computed when the audio is first read; ""
+            before.
+        sound: packed ``audio.sound.Sound`` of the segment, computed at the same time.
     """
 
     size: int = -1
@@ -140,19 +140,19 @@ class AudioNotes:
     sound: str = ""
 
     def __reduce__(self) -> tuple[type["AudioNotes"], tuple[Any, ...]]:
-        # Ten times as fast as what slots have by default; a rank pickles each of its segments.
+        # This is ten times faster than the default for classes with slots, and ranks pickle every segment.
         return AudioNotes, (self.size, self.modified, self.checksum, self.sound)
 
 
 class Member(NamedTuple):
-    """The place of a recording in a container file, which needs no unpacking.
+    """Location of a recording in a container file, which is not unpacked.
 
     Attributes:
         container: path of the container, relative to the audio root.
-        kind: of the place: "bytes" is a range of the container's bytes, as a member of a tar archive is; "row:" with a
-            name is that column of a row of a parquet or Arrow file.
-        start: number of its first byte, or of its row.
-        size: bytes of the recording, which is an audio file.
+        kind: "bytes" for a range of bytes, such as a member of a tar archive; "row:" and the name of a column for a row
+            of a parquet or Arrow file.
+        start: number of the first byte, or of the row.
+        size: size of the recording, an audio file, in bytes.
     """
 
     container: str
@@ -163,14 +163,14 @@ class Member(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """A stretch of a recording; two of the same place are equal, whatever is noted about their audio.
+    """Part of a recording. Segments with the same location are equal, regardless of their ``notes``.
 
     Attributes:
         root: number of the audio root that ``audio_filepath`` is relative to.
-        offset, duration: seconds.
-        whole_file: the record had no offset, so it is the file, however long that is.
-        channel: of audio with several.
-        member: of a recording in a container file, of which ``audio_filepath`` is only the name.
+        offset, duration: times in seconds.
+        whole_file: the segment is the whole file, whatever its length, because the record had no offset.
+        channel: the channel to use of multi-channel audio.
+        member: location in a container file; ``audio_filepath`` is then only a name.
     """
 
     root: int
@@ -195,15 +195,17 @@ class Segment:
 
     @property
     def recording(self) -> tuple[int, str, Member | None]:
-        """Equal for segments of one recording under one name."""
+        """Key that is equal for all segments of one recording."""
         return self.root, self.file, self.member
 
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """The context of an utterance: another segment of its speaker group, with what the manifest says about it.
+    """Context of an utterance: another segment of its speaker group, with its texts.
 
-    ``similarity`` is the cosine of the two voices; ``normalized_text`` is None where the source has none.
+    Attributes:
+        similarity: cosine similarity of the two voices.
+        normalized_text: the normalized text; None if the source has none.
     """
 
     segment: Segment
@@ -213,7 +215,7 @@ class Context:
     normalized_text: str | None = None
 
     def record(self) -> dict[str, Any]:
-        """Return the keys of a manifest that stand for a context."""
+        """Return the manifest keys of a context."""
         values = (
             self.segment.audio_filepath,
             self.segment.offset,
@@ -230,10 +232,13 @@ class Context:
 
 @dataclass(slots=True)
 class Utterance:
-    """One record of a manifest that passed the checks.
+    """Record of a manifest that has passed the checks.
 
-    ``segment`` is its audio; ``custom`` has all further keys as they came. ``index`` is the line number in the prepared
-    manifest, known from stage 1 on, as is ``context``.
+    Attributes:
+        segment: the audio.
+        custom: all further keys, unchanged.
+        index: line number in the prepared manifest, from stage 1 on.
+        context: the context, from stage 1 on.
     """
 
     segment: Segment
@@ -246,17 +251,17 @@ class Utterance:
     context: Context | None = None
 
     def typed_keys(self) -> dict[str, Any]:
-        """Return the keys of a manifest that have attributes here."""
+        """Return the manifest keys that have attributes in this class."""
         segment = self.segment
         values = (segment.audio_filepath, segment.offset, segment.duration, self.text, self.speaker)
         return dict(zip(TYPED_KEYS, values, strict=True))
 
     def further_keys(self) -> dict[str, Any]:
-        """Return the keys of a manifest that have no attribute here: those of the source, and those of the context."""
+        """Return the remaining manifest keys: custom keys of the source, and keys of the context."""
         return {**self.custom, **(self.context.record() if self.context else {})}
 
     def public_record(self) -> dict[str, Any]:
-        """Return the keys of a NeMo manifest, without sharmill's own."""
+        """Return the keys of a NeMo manifest, without internal keys."""
         return {**self.typed_keys(), **self.further_keys()}
 
     def to_json(self) -> bytes:
@@ -279,7 +284,7 @@ class Utterance:
 
     @classmethod
     def from_json(cls, line: bytes) -> "Utterance":
-        """Decode the line of a manifest that sharmill wrote, where every key is known to be there."""
+        """Decode a line of a manifest that sharmill wrote, in which no key is missing."""
         record = _decoder.decode(line)
         path, offset, duration, text, speaker = map(record.pop, TYPED_KEYS)
         root, whole_file, index, recording, cut, size, checksum, own_context, modified = map(record.pop, OWN_KEYS)
@@ -305,21 +310,21 @@ def _own_context(context: Segment) -> tuple[Any, ...]:
 
 
 def _own_times(target: AudioNotes, context: AudioNotes) -> tuple[str, ...]:
-    """Return what is noted of two segments beside the times of their files, and no checksum of records has."""
-    # All times have one width, so that byte offsets in plans stay if a manifest is made again from copied files.
+    """Return the file times of a target and context, and their sound measures; checksums of records leave these out."""
+    # Times have a fixed width, so that byte offsets in plans stay valid if a manifest is rebuilt from copied files.
     times = (f"{target.modified:020d}", f"{context.modified:020d}")
     return (*times, target.sound, context.sound) if target.sound or context.sound else times
 
 
 def transcript_of(record: Any) -> str:
-    """Return the first text of ``TEXT_KEYS`` that is not blank, "" where there is none."""
+    """Return the first text of ``TEXT_KEYS`` that is not blank, or ""."""
     texts = (record.get(key) for key in TEXT_KEYS) if isinstance(record, dict) else ()
     return next((text for text in texts if isinstance(text, str) and text.strip()), "")
 
 
 @dataclass(frozen=True, slots=True)
 class SpeakerTag:
-    """The parts of ``| Language:en Dataset:HiFiTTS Speaker:9136_other |``."""
+    """Parts of a speaker tag such as ``| Language:en Dataset:HiFiTTS Speaker:9136_other |``."""
 
     language: str
     dataset: str
@@ -327,38 +332,38 @@ class SpeakerTag:
     further: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        """Return the tag in the order and spacing that NeMo asks for."""
+        """Return the tag in the order and spacing that NeMo requires."""
         parts = (f"Language:{self.language}", f"Dataset:{self.dataset}", f"Speaker:{self.speaker}", *self.further)
         return f"| {' '.join(parts)} |"
 
 
 def nemo_language(language: str) -> str:
-    """Return the language of a tag as NeMo reads it, in letters, digits and underscores: ``en_US`` for ``en-US``."""
+    """Return a language in the form that NeMo reads in tags, with letters, digits and underscores: ``en_US``."""
     return re.sub(r"\W", "_", language)
 
 
 @lru_cache(maxsize=1 << 12)
 def parse_speaker_tag(tag: str) -> SpeakerTag:
-    """Parse a speaker tag. Those of the last records are kept: mostly the next one has the same.
+    """Parse a speaker tag; results are cached, since consecutive records often have the same tag.
 
     Raises:
-        RejectRecord: ``bad_speaker`` where it is not of the form ``| Language:.. Dataset:.. Speaker:.. |``.
+        RejectRecord: ``bad_speaker`` if the tag does not have the form ``| Language:.. Dataset:.. Speaker:.. |``.
     """
     match = _TAG.match(tag)
     words = match[1].split() if match else []
     parts = dict(word.split(":", 1) for word in words if ":" in word)
-    # A word without a colon is the rest of a name with a blank in it, and two such names may begin alike.
+    # A word without a colon means that a name contains a blank; ignoring the rest of the name could merge two speakers.
     if not all(parts.get(name) for name in _TAG_PARTS) or not all(":" in word for word in words):
         raise RejectRecord(
             "bad_speaker",
-            f"the speaker tag {tag[:100]!r} is not of the form '| Language:en Dataset:name Speaker:id |'",
+            f"the speaker tag {tag[:100]!r} does not have the form '| Language:en Dataset:name Speaker:id |'",
         )
     further = tuple(word for word in words if word.partition(":")[0] not in _TAG_PARTS)
     return SpeakerTag(parts["Language"], parts["Dataset"], parts["Speaker"], further)
 
 
 def tagged_speaker(tag: str) -> str:
-    """Return the speaker of a tag that sharmill has written, without parsing the rest; others are parsed.
+    """Return the speaker of a tag; tags that sharmill wrote are not parsed completely.
 
     Raises:
         RejectRecord: as ``parse_speaker_tag``.
@@ -372,14 +377,14 @@ def tagged_speaker(tag: str) -> str:
 
 
 class Reduced(NamedTuple):
-    """The part that is kept of a large record, and the hash of the whole."""
+    """Part of a large record, with the hash of the whole record."""
 
     kept: Any
     hash: int
 
 
 def hash_whole(record: Any) -> int:
-    """Return the xxh3-64 of a record as JSON with sorted keys, or of its text."""
+    """Return the xxh3-64 hash of a text, or of a record as JSON with sorted keys."""
     is_text = isinstance(record, str)
     return xxhash.xxh3_64_intdigest(
         record.encode("utf-8", "surrogatepass") if is_text else msgspec.json.encode(record, order="sorted")
@@ -387,7 +392,7 @@ def hash_whole(record: Any) -> int:
 
 
 def reduce_record(record: Any) -> Any:
-    """Return a record as it is, or ``Reduced`` to what it is known by, or the beginning of its text."""
+    """Return a small record unchanged, and a large one ``Reduced`` to its identifying keys or the start of its text."""
     if isinstance(record, str):
         return record if len(record) <= _MAX_KEPT_BYTES else Reduced(record[: _MAX_KEPT_BYTES // 8], hash_whole(record))
     if len(_encoder.encode(record)) <= _MAX_KEPT_BYTES:
@@ -401,10 +406,12 @@ def reduce_record(record: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Reject:
-    """A record that ended outside the dataset. ``record`` is the parsed record, or the raw text where it has none.
+    """Rejected record.
 
-    Of a large record a part is kept, with a hash of the whole by which it is found again. ``source`` is the number of
-    the source of a record as it came, None where a stage has made its path relative.
+    Attributes:
+        record: the parsed record, or the raw text if it cannot be parsed. A large record is reduced to a part, with a
+            hash that identifies the whole.
+        source: number of the source of an original record; None if a stage has made its path relative.
     """
 
     stage: str
@@ -414,7 +421,7 @@ class Reject:
     source: int | None = None
 
     def __post_init__(self) -> None:
-        # At once: a unit may have many.
+        # The record is reduced immediately, since a unit may have many rejects in memory.
         object.__setattr__(self, "record", reduce_record(self.record))
 
     def to_json(self) -> bytes:
@@ -425,12 +432,12 @@ class Reject:
 
 
 def recording_id(audio_filepath: str, channel: Channel = None) -> str:
-    """Return ``rec-`` and the relative path without its extension, ``/`` replaced by ``-``, and the channel chosen.
+    """Return the id of a recording: ``rec-``, the path without extension and with ``-`` for ``/``, and the channel.
 
     >>> recording_id("calls/one.wav"), recording_id("calls/one.wav", 1), recording_id("train.parquet#7")
     ('rec-calls-one', 'rec-calls-one-ch1', 'rec-train#7')
     """
-    # pathlib would take a large part of the time that checking a cut takes.
+    # pathlib is avoided, since it would dominate the time for checking a cut.
     folder, slash, name = audio_filepath.rpartition("/")
     stem, _, extension = name.rpartition(".")
     path = folder + slash + stem if stem and extension else audio_filepath
@@ -441,12 +448,12 @@ def recording_id(audio_filepath: str, channel: Channel = None) -> str:
 
 
 def segment_id(recording: str, offset: float, duration: float) -> str:
-    """Return the id of a segment of a recording; seconds with two decimals."""
+    """Return the id of a segment of a recording, with two decimals of the times in seconds."""
     return f"cut-{recording}-{offset:.2f}-{duration:.2f}"
 
 
 def canonical_id(text: str) -> str:
-    """Return the id of a cut as it is where it can name a file, else changed, with a hash of it behind.
+    """Return a cut id that is usable as a file name: unchanged if possible, otherwise cleaned and with a hash.
 
     >>> canonical_id("84-1-0"), canonical_id("call 7/a")
     ('84-1-0', 'call_7_a-97e9fc0073718ce8')
@@ -458,12 +465,12 @@ def canonical_id(text: str) -> str:
 
 
 def kept_id(custom: dict[str, Any]) -> str | None:
-    """Return the id of a cut that was kept from its source, canonical; None where ids are made of paths."""
+    """Return the canonical form of a cut id that was kept from its source; None if ids are derived from paths."""
     return canonical_id(custom[SOURCE_CUT_ID]) if SOURCE_CUT_ID in custom else None
 
 
 def write_lines(path: Path, lines: Iterable[bytes]) -> int:
-    """Write lines to a plain file (not atomically: the caller stages and publishes it); return their number."""
+    """Write lines to a file and return their number; the write is not atomic, since the caller publishes the file."""
     count = 0
     with open_new(path) as stream:
         for line in lines:
@@ -473,11 +480,11 @@ def write_lines(path: Path, lines: Iterable[bytes]) -> int:
 
 
 def records_checksum(path: Path) -> str:
-    """Return the xxh3-64 (hexadecimal) of the records of a manifest that sharmill wrote, times of files left out.
+    """Return the hexadecimal xxh3-64 of the records of a manifest that sharmill wrote, without file times.
 
-    A plan is identified by it, and has to stay the same where files were copied and only their times differ. What was
-    measured of their sound stands beside the times, and is left out too. The lengths of the lines count, since plans
-    have their byte offsets.
+    The checksum is part of a plan's identity, which must not change if files are copied and get new times. The sound
+    measures, which follow the times, are also left out. The lengths of lines are included, since plans contain byte
+    offsets.
     """
     digest = xxhash.xxh3_64()
     with open_stored(path) as stream:
@@ -487,10 +494,10 @@ def records_checksum(path: Path) -> str:
 
 
 def read_lines_at(path: Path, offsets: np.ndarray) -> list[bytes]:
-    """Read the lines that begin at the byte ``offsets``, in the order of ``offsets``.
+    """Read the lines that start at the byte ``offsets``, in the order of ``offsets``.
 
     Raises:
-        FatalError: the file ends before an offset: it is not the one that the offsets were made from.
+        FatalError: the file ends before an offset, so it has changed since the offsets were computed.
     """
     lines: list[bytes] = [b""] * len(offsets)
     with open_stored(path) as stream:
@@ -499,7 +506,8 @@ def read_lines_at(path: Path, offsets: np.ndarray) -> list[bytes]:
             line = stream.readline(_MAX_LINE_BYTES)
             if not line.endswith(b"\n"):
                 raise FatalError(
-                    f"{path} is shorter than when it was planned; run this stage with --restart", code="changed_input"
+                    f"{path} has become shorter since the plan was made: run this stage with --restart",
+                    code="changed_input",
                 )
             lines[position] = line.rstrip(b"\n")
     return lines

@@ -1,4 +1,4 @@
-"""Runs of stages over the dataset of a configuration; the entry point of command line, recipes and cluster jobs."""
+"""Runs of stages on one dataset: the entry point of the command line, of recipes and of cluster jobs."""
 
 import logging
 import math
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import cast
+from typing import Final, cast
 
 import yaml
 
@@ -37,10 +37,17 @@ from sharmill.validate.findings import Report, read_report, take_back_commits
 
 log = logging.getLogger(__name__)
 
+# The message of a run that has finished all of its stages.
+ALL_DONE: Final = "all stages are done"
+
 
 @dataclass(frozen=True)
 class DatasetResult:
-    """The results of a run over one dataset; ``left`` are the steps of the dataset that are not done."""
+    """Results of a run on one dataset.
+
+    Attributes:
+        left: the steps of the dataset that are not finished.
+    """
 
     config: Config
     stages: list[tuple[StageRun, StageResult]]
@@ -48,13 +55,14 @@ class DatasetResult:
 
     @property
     def ok(self) -> bool:
-        """Return True if all stages that were to be run are done."""
+        """Return True if all requested stages are finished."""
         return all(result.ok for _, result in self.stages)
 
     def outcome(self, appended: str = "") -> RunOutcome:
-        """Return the outcome of the run, to be recorded: its last stage is done, or has units that failed.
+        """Return the outcome of the run to be recorded: finished, or failed if units of its last stage failed.
 
-        ``appended`` is a sentence about what went to another dataset.
+        Args:
+            appended: a sentence about the shards that were appended to another dataset.
         """
         stage, result = self.stages[-1] if self.stages else (None, StageResult())
         if stage is not None and not result.ok:
@@ -66,27 +74,27 @@ class DatasetResult:
                 code="units_failed",
             )
         out = [sentence for stage, _ in self.stages for sentence in read_attempts(stage).describe_excluded()]
-        done = "all stages are done" if self.stages else "there is no stage to run"
+        done = ALL_DONE if self.stages else "no stage to run"
         if self.left and self.stages:
             asked = ", ".join(dict.fromkeys(step_of(stage.kind) for stage, _ in self.stages))
-            done = f"{asked} done, as asked for; left: {', '.join(self.left)}"
-        done = "; on the way: ".join([done, *out])
+            done = f"{asked} done as requested; left: {', '.join(self.left)}"
+        done = "; ".join([done, *out])
         return RunOutcome(state="done", message="; ".join(filter(None, [done, appended])), findings=self.num_errors)
 
     @property
     def report(self) -> Report | None:
-        """The report of the checker, if it ran."""
+        """The report of the checker; None if it did not run."""
         checked = [stage for stage, result in self.stages if result.totals and "report" in result.totals.products]
         return read_report(checked[-1].product(f"{checked[-1].key}/report")) if checked else None
 
     @property
     def num_errors(self) -> int:
-        """The number of errors that the checker found."""
+        """Number of errors found by the checker."""
         return self.report.errors if self.report else 0
 
 
 def stages_of_run(config: Config) -> list[StageRun]:
-    """Return the stages of a configuration, and those of codecs that earlier runs added to the same run directory."""
+    """Return the stages of a configuration, including the stages of codecs from earlier runs in the run directory."""
     encode = config.section(EncodeConfig)
     folder = RunDir(Path(config.run_dir)).stage("encode").path
     planned = sorted(path.name for path in folder.glob("*") if RunDir(folder).stage(path.name).units.exists())
@@ -94,22 +102,22 @@ def stages_of_run(config: Config) -> list[StageRun]:
     earlier = [CodecConfig(name=name, model="") for name in planned if name not in named]
     config = config.with_section(replace(encode, codecs=[*earlier, *encode.codecs]))
     chosen = choose_stages(config)
-    # Without sources, those of a run that had some are not chosen.
+    # Stages that need sources are not chosen if the configuration has none, but an earlier run may have planned them.
     every = make_stages(config, stage_classes(config))
     return [stage for stage in every if stage.kind in chosen or stage.dir.units.exists()]
 
 
 def check_config(config: Config, stages: Sequence[str] | None = None, *, restart: bool = False) -> None:
-    """Check, before any work, what can be checked then: stages, models, patterns, filters, formats, folders.
+    """Check a configuration before any work: its stages, models, patterns, filters, formats and folders.
 
     Raises:
-        ConfigError: with what to change.
+        ConfigError: a value is wrong; the message names the remedy.
     """
     stages = choose_stages(config, stages)
     refuse(
         (
             not config.sources and not (Path(config.dataset_dir) / DATASET_FILE).exists(),
-            "prepare needs sources: name at least one manifest or other input, or a finished dataset as dataset_dir",
+            "prepare needs sources: name a manifest or other input, or a finished dataset as dataset_dir",
         ),
         code="missing_key",
     )
@@ -123,7 +131,7 @@ def check_config(config: Config, stages: Sequence[str] | None = None, *, restart
     run_dir, dataset_dir = Path(config.run_dir).resolve(), Path(config.dataset_dir).resolve()
     if dataset_dir.is_relative_to(run_dir) or run_dir.is_relative_to(dataset_dir):
         raise ConfigError(
-            "run_dir and dataset_dir must not lie within each other: a dataset holds nothing else",
+            "neither of run_dir and dataset_dir may be inside the other: choose separate folders",
             code="bad_config_value",
         )
     for run in [run for run in every if run.kind in stages]:
@@ -139,10 +147,10 @@ def check_config(config: Config, stages: Sequence[str] | None = None, *, restart
 
 
 def take_back(config: Config, findings: Report, stages: Sequence[str], *, take_over: bool) -> None:
-    """Take back what a validation found damaged, for a run of ``stages`` that can begin; see ``take_back_commits``.
+    """Take back the commits of units that a validation found damaged; see ``take_back_commits``.
 
     Raises:
-        ConfigError: it cannot, or jobs of an earlier one are left, whose ranks would add to what is taken back.
+        ConfigError: the run of ``stages`` could not start, or jobs are left whose ranks work on the same units.
     """
     check_config(config, stages)
     require_no_jobs(RunDir(Path(config.run_dir)), take_over=take_over)
@@ -150,7 +158,7 @@ def take_back(config: Config, findings: Report, stages: Sequence[str], *, take_o
 
 
 def _unfinished(config: Config, stages: Sequence[str], *, restart: bool) -> list[StageRun]:
-    """Return the stages that will load a model, if they have one."""
+    """Return the stages that still have work to do, and therefore load their models."""
     return [stage for stage in make_stages(config, stages) if restart or not stage.dir.is_finished()]
 
 
@@ -166,23 +174,23 @@ def run_dataset(
     command: str = "",
     joins: bool = False,
 ) -> DatasetResult:
-    """Run stages over one dataset, in order, until one has units that failed or is submitted to a cluster.
+    """Run stages of one dataset in order, until units of a stage fail or a stage is submitted to a cluster.
 
-    Where others are at work on the same run, this process adds its ranks to theirs.
+    If other processes work on the same run, this process adds its ranks to theirs.
 
     Args:
-        listener: follows the run; ``Listener()`` shows nothing.
-        stages: names of stages; by default all that the dataset has.
-        restart: begin these stages anew.
-        executor: by default the one that the configuration names.
-        wait_seconds: how long to wait for another process to leave the run directory.
-        take_over: go on also where SLURM cannot be asked whether jobs submitted from the run directory are left, and
-            with ``restart`` also beside ranks that are at work, which come to nothing then.
-        command: what goes on with the run, as it can be typed anywhere.
-        joins: go on with a run only as it was begun elsewhere, and not with one that has failed.
+        listener: receives the progress of the run; ``Listener()`` ignores it.
+        stages: names of stages; all stages of the dataset by default.
+        restart: start these stages over.
+        executor: the executor; the configured one by default.
+        wait_seconds: how long to wait until another process releases the run directory.
+        take_over: run even if SLURM cannot be asked about jobs that were submitted from the run directory. With
+            ``restart``, run even if other ranks are still at work, whose work is then discarded.
+        command: the command that resumes the run, as it can be typed in any folder.
+        joins: only join a run that was started elsewhere; refuse a run that has failed.
 
     Raises:
-        ConfigError: before any work.
+        ConfigError: the configuration is wrong, or the run directory is in use. No work has been done.
         FatalError: a stage stopped.
 
     Example:
@@ -217,9 +225,9 @@ def run_dataset(
             _merge_rejects(config)
             _check_accounts(config, results)
         except SharmillError as error:
-            # The error that ended the run is the one to be raised.
+            # Errors of the cleanup must not hide the error that ended the run.
             with suppress(SharmillError, OSError):
-                # An error of the ranks that are added here, such as one of their device, need not end those of others.
+                # An error of ranks that joined a run, such as a missing device, does not end the run for other ranks.
                 is_own = executor.waits and not joins and error.code != "superseded_plan"
                 if is_own and not find_workers(run_dir):
                     run_dir.note_outcome(RunOutcome.from_error(error))
@@ -227,7 +235,7 @@ def run_dataset(
             raise
         left = dict.fromkeys(step_of(stage.kind) for stage in _unfinished(config, choose_stages(config), restart=False))
         result = DatasetResult(config, results, list(left))
-        # Others may go on to stages that were not named here.
+        # Other processes may have requested stages that were not named here.
         request = run_dir.read_request() or request
         if executor.waits and not (result.ok and _unfinished(config, request.stages, restart=False)):
             run_dir.note_outcome(result.outcome())
@@ -235,18 +243,18 @@ def run_dataset(
 
 
 def _begin(config: Config, request: RunRequest, executor: Executor, *, restart: bool, take_over: bool) -> None:
-    """Begin a run, or join it where others are at work. This process has the run directory.
+    """Start a run, or join it if other processes are at work. The caller holds the lock of the run directory.
 
     Raises:
-        ConfigError: they are at work on another configuration, or it is to begin anew beside them.
+        ConfigError: other processes work on another configuration, or a restart is requested while they work.
         FatalError: the run of this job has ended.
     """
     run_dir = RunDir(Path(config.run_dir))
     live = find_workers(run_dir, ranks=executor.waits)
     if live and restart and not take_over:
         raise ConfigError(
-            f"{describe_workers(live)} at work on this run: wait until it ends, or end it by sharmill cancel "
-            f"{run_dir.path}; --restart --take-over begins anew all the same, and what they do comes to nothing",
+            f"{describe_workers(live)} at work on this run: wait until it ends, or stop it with sharmill cancel "
+            f"{run_dir.path}; --restart --take-over starts over at once and discards their work",
             code="locked",
         )
     joins = bool(live) and not restart
@@ -260,7 +268,7 @@ def _begin(config: Config, request: RunRequest, executor: Executor, *, restart: 
         changed = [key for key in sorted(theirs | ours) if key != "executor" and theirs.get(key) != ours.get(key)]
         if changed:
             raise ConfigError(
-                f"{describe_workers([*live, *map(str, jobs)])} at work on this run with another configuration "
+                f"{describe_workers([*live, *map(str, jobs)])} at work on this run with a different configuration "
                 f"({', '.join(changed)} in {run_dir.config}): wait until it ends, or choose another run_dir",
                 code="locked",
             )
@@ -281,11 +289,11 @@ def _run_stages(
     restart: bool,
     unlocked: Unlocked,
 ) -> list[tuple[StageRun, StageResult]]:
-    """Run stages until one has units that failed or is submitted, and return how each ended."""
+    """Run stages until units of one fail or one is submitted, and return the results of the stages."""
     results = []
     chosen = make_stages(config, stages)
     if restart and stages:
-        # Ranks of a submission that was taken over would go on publishing what comes of the input that was.
+        # Ranks of a submission that was taken over would continue to publish output of the earlier input.
         kinds = [*stage_classes(config)]
         for stage in make_stages(config, kinds[kinds.index(stages[0]) :]):
             stop_ranks(stage)
@@ -304,13 +312,13 @@ def _run_stages(
         if not result.ok:
             break
         if all(one.dir.is_finished() for one in chosen if one.publication is not None):
-            # The checker looks at a dataset that is finished.
+            # The remaining stage is the checker, which reads a finished dataset and needs no reservation.
             release(chosen)
     return results
 
 
 def _restart_command(config: Config, stages: Sequence[str], changed: StageRun) -> str:
-    """Return the command that begins a stage anew, and those behind it, whose input is another then."""
+    """Return the command that restarts a stage and the dependent stages, whose input changes."""
     behind = dependent_stages(config, changed.kind)
     begun = {stage.kind for stage in make_stages(config, behind) if any(stage.ranks.ledger.glob("*.jsonl"))}
     named = [kind for kind in behind if kind in stages or kind in begun or kind == changed.kind]
@@ -319,9 +327,9 @@ def _restart_command(config: Config, stages: Sequence[str], changed: StageRun) -
 
 
 def _merge_rejects(config: Config) -> None:
-    """Write all rejects of the dataset so far, in the order of the stages: of each unit where a stage is not done.
+    """Write all rejects of the dataset so far, in the order of the stages; unfinished stages contribute finished units.
 
-    What stays in the dataset is listed apart, and without any there is no such file.
+    Rejects whose cut stays in the dataset are written to a separate file, which exists only if there are any.
     """
     run_dir, lost, kept = RunDir(Path(config.run_dir)), list[Path](), list[Path]()
     for stage in stages_of_run(config):
@@ -339,25 +347,26 @@ def _merge_rejects(config: Config) -> None:
 
 
 def _check_accounts(config: Config, results: Sequence[tuple[StageRun, StageResult]]) -> None:
-    """Raise FatalError unless the records that went on from a stage came into those that read its output."""
+    """Raise FatalError unless each stage received all records that the stage before it kept."""
     counted = [(stage, result.totals) for stage, result in results if result.totals and stage.counts == "records"]
     for number, (after, came) in enumerate(counted):
-        # Of several the last: it has read the output of the others. The checker of all looks at the dataset.
+        # Only the last of the stages that were read counts, since it has itself read the output of the earlier ones.
+        # The checker, which comes after all ("*"), reads the dataset.
         reads = after.declaration.after
         read = [one for one in counted[:number] if one[0].kind in reads or ("*" in reads and one[0].shares_root)]
         for before, totals in read[-1:]:
             went_on = totals.num_in if before.rejects_keep_cut else totals.num_out
             if came.num_in != went_on:
                 raise FatalError(
-                    f"accounts do not add up: {went_on} records went on from {before.name}, but {came.num_in} "
-                    f"came into {after.name}; begin that anew: {_restart_command(config, (), after)}",
+                    f"record counts do not match: {before.name} kept {went_on} records, but {after.name} received "
+                    f"{came.num_in}; restart {after.name}: {_restart_command(config, (), after)}",
                     code="accounts",
                 )
 
 
 @dataclass(frozen=True)
 class DatasetRun:
-    """The stages of one dataset that are to be run, by default all: what the jobs of a cluster carry along."""
+    """Stages of one dataset to run, by default all; cluster jobs receive this object."""
 
     config: Config
     stages: tuple[str, ...] | None = None
@@ -375,7 +384,7 @@ class DatasetRun:
         return make_stages(self.config, self.stages)
 
     def run(self, executor: Executor, *, restart: bool, wait_seconds: float) -> RunOutcome | Submitted:
-        """Run the stages; see ``run_dataset``. Once all of them are done, the shards are appended to ``append_to``."""
+        """Run the stages; see ``run_dataset``. If all are finished, append the shards to ``append_to``."""
         config = self.config
         result = run_dataset(
             config, Listener(), stages=self.stages, restart=restart, executor=executor, wait_seconds=wait_seconds
@@ -388,16 +397,16 @@ class DatasetRun:
         return result.outcome(appended.describe(config.append_to, config.dataset_dir))
 
     def ranks_of_use(self, stage: StageRun, units: Sequence[Unit]) -> int:
-        """Return for how many ranks the units of a stage are enough."""
+        """Return the largest number of ranks that the units of a stage can keep busy."""
         return ranks_of_use(self.config, stage, units)
 
     def show(self) -> None:
-        """Make the page about a finished run of all stages."""
+        """Write the report of a finished run of all stages."""
         if self.is_whole:
-            # An advance job has little memory: no model is loaded in it.
+            # A driver job has little memory, so no model is loaded to decode codes.
             log.info("%s", report_on_run(self.config, make_stages(self.config), decode=False))
 
     @property
     def is_whole(self) -> bool:
-        """Return True if all stages of the dataset are among these."""
+        """Return True if these are all stages of the dataset."""
         return self.stages is None or set(choose_stages(self.config)) <= set(self.stages)

@@ -1,4 +1,4 @@
-"""Computation of results ahead of their use, in a bounded pool of threads: decoding while a model works."""
+"""Computation of results ahead of their use in a bounded pool of threads, such as decoding while a model runs."""
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -18,11 +18,15 @@ def prefetch(
     ahead: float,
     weigh: Callable[[Item], float] = lambda item: 1.0,
 ) -> Iterator[Result]:
-    """Yield the results in the order of the items; some of them are made before they are asked for.
+    """Yield the results of a function in the order of the items, computing results ahead of their use.
 
-    Those that wait, or are being made, together weigh at most ``ahead``, unless they are no more than ``threads``.
-    Threads serve, since decoding and resampling release the interpreter's lock. An error is raised where its result
-    would have come.
+    Threads are sufficient, since decoding and resampling release the interpreter's lock. An error of the function is
+    raised in place of its result.
+
+    Args:
+        threads: number of threads; up to this many items are always in progress.
+        ahead: limit on the total weight of the items that are in progress or waiting to be used.
+        weigh: function that returns the weight of an item.
     """
     pool = ThreadPoolExecutor(max_workers=threads, thread_name_prefix="prefetch")
     pending: deque[tuple[Future[Result], float]] = deque()
@@ -40,6 +44,6 @@ def prefetch(
     finally:
         for future, _ in pending:
             future.cancel()
-        # It must not wait: the garbage collector may end this generator in a thread of this very pool, or in one that
-        # holds the locks of ``threading``.
+        # Waiting could cause a deadlock: the garbage collector may close this generator in a thread of this pool, or in
+        # a thread that holds the locks of ``threading``.
         pool.shutdown(wait=False)

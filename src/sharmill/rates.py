@@ -1,4 +1,4 @@
-"""Rates of stages, measured on what has run or by a pilot, and predictions of time, GPU hours and disk from them."""
+"""Processing rates of stages, measured in a run or a pilot, and predictions of time, GPU hours and disk space."""
 
 import math
 from collections import Counter
@@ -24,21 +24,21 @@ from sharmill.files.stored import read_record
 
 
 class StageRate(msgspec.Struct, frozen=True, kw_only=True):
-    """The pace of a stage on one rank, and what it leaves.
+    """Processing rate of a stage on one rank, and the size of its output.
 
-    Costs are in the stage's own unit: seconds of audio, or records.
+    Costs are in the stage's unit of cost: seconds of audio, or records.
 
     Attributes:
-        name: the key of the stage, with the codec if there is one.
-        device: the kind of device of its ranks; "" where it needs none but a core.
-        seconds_per_cost: time of a rank.
-        seconds_to_start: beside its units: starting ranks, loading models, planning and the end.
-        bytes_per_cost: of the files that it publishes.
-        cost_per_record: cost for each record of the input, which tells the cost of a stage that cannot be planned yet.
-        records_per_record: records that come into the stage, for each record of the input.
-        records_per_unit: the mean of its units.
-        decoding_per_cost: seconds of a core that decodes, beside the model.
-        model_per_cost: seconds of the device.
+        name: the key of the stage, including a codec.
+        device: the kind of device of its ranks; "" if it needs only a core.
+        seconds_per_cost: rank seconds.
+        seconds_to_start: additional time: starting ranks, loading models, planning and finishing.
+        bytes_per_cost: bytes of published files.
+        cost_per_record: cost per record of the input, from which the cost of an unplanned stage is estimated.
+        records_per_record: records that enter the stage, per record of the input.
+        records_per_unit: mean number of records in a unit.
+        decoding_per_cost: core seconds of decoding outside the model.
+        model_per_cost: device seconds of the model.
     """
 
     name: str
@@ -54,21 +54,21 @@ class StageRate(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def cores_per_gpu(self) -> int | None:
-        """The cores that keep a GPU busy, one for the rank itself included; None where that is not known."""
+        """Number of cores needed to keep one GPU busy, including one for the rank itself; None if unknown."""
         if self.device in ("", "cpu") or not self.model_per_cost:
             return None
         return 1 + math.ceil(self.decoding_per_cost / self.model_per_cost)
 
 
 class _Pilot(msgspec.Struct):
-    """The part of a calibration that tells rates."""
+    """The part of a calibration that contains rates."""
 
     num_records: int
     rates: list[StageRate]
 
 
 def measure_rates(stages: Sequence[StageRun], num_records: int) -> list[StageRate]:
-    """Return the rates of those stages that have finished units; ``num_records`` is the size of the input."""
+    """Return the rates of all stages that have finished units; ``num_records`` is the size of the input."""
     found = []
     for stage in stages:
         if not stage.dir.units.exists():
@@ -94,14 +94,15 @@ def measure_rates(stages: Sequence[StageRun], num_records: int) -> list[StageRat
 
 
 def decoding_seconds(commit: Commit) -> float:
-    """Return how long cores have decoded for a unit: those of feeders, or that of the rank."""
+    """Return the core seconds of decoding for a unit, in feeders or in the rank itself."""
     return commit.stats.get("feeder_seconds") or commit.delays.get("decoding", 0.0)
 
 
 def _seconds_to_start(stage: StageRun, commits: dict[int, Commit]) -> float:
-    """Return the time of a stage beside that of its busiest rank; 0 where it was not done in one go.
+    """Return the time of a stage minus the time of its busiest rank; 0 if the stage was interrupted.
 
-    By the file system's clock: from the plan, the first file that the stage writes, to the record of its end.
+    The time of a stage is measured by the file system's clock, from its plan, which is its first file, to the record of
+    its end.
     """
     started = [rank.started for rank in read_progress(stage.ranks.progress)]
     if not stage.dir.done.exists() or not started:
@@ -116,25 +117,25 @@ def _seconds_to_start(stage: StageRun, commits: dict[int, Commit]) -> float:
 
 
 def find_rates(config: Config, earlier: str | None) -> tuple[dict[str, StageRate], str]:
-    """Return rates by the keys of stages, and where they are from.
+    """Return rates by stage key, and a description of their origin.
 
     Args:
-        earlier: the run directory of another run, whose rates are taken alone; by default those of stages that the run
-            of the configuration itself has done, and of its pilot for the others.
+        earlier: the run directory of another run, the only source of rates if given. By default, the rates come from
+            the run of the configuration, and from its pilot for stages that have not run.
 
     Raises:
-        ConfigError: there is no run in ``earlier``, or nothing of it is done.
+        ConfigError: ``earlier`` is not a run directory, or has no finished units.
     """
     if earlier is not None:
         rates = _rates_of_run(config_of_run(earlier))
-        refuse((not rates, f"{earlier} has no finished units: there are no rates in it"), code="no_run_dir")
+        refuse((not rates, f"{earlier} has no finished units to measure rates: name another run"), code="no_run_dir")
         return rates, earlier
     run_dir = RunDir(Path(config.run_dir))
     pilot = read_record(run_dir.calibration, _Pilot)
     piloted = {rate.name: rate for rate in pilot.rates} if pilot else {}
     own = _rates_of_run(config)
     sources = [str(run_dir.calibration)] if piloted.keys() - own.keys() else []
-    return piloted | own, " and ".join(sources + [f"what is done in {config.run_dir}"] * bool(own))
+    return piloted | own, " and ".join(sources + [f"finished units in {config.run_dir}"] * bool(own))
 
 
 def _rates_of_run(config: Config) -> dict[str, StageRate]:
@@ -147,13 +148,15 @@ def _rates_of_run(config: Config) -> dict[str, StageRate]:
 
 @dataclass(frozen=True, kw_only=True)
 class StagePrediction:
-    """The rest of a stage, and its cost.
+    """Predicted cost of the remaining work of a stage.
 
     Attributes:
-        wall_seconds: from its start to its end.
-        rank_seconds: of all ranks together: on GPUs where ``on_gpu``, which ranks may share, on cores otherwise.
-        num_bytes: that it will publish.
-        is_planned: the units are known; where they are not, cost and balance follow from the size of the input.
+        wall_seconds: time from start to end.
+        rank_seconds: total time of all ranks.
+        on_gpu: the ranks use GPUs, which several ranks may share; otherwise they use cores.
+        num_bytes: bytes of published files.
+        is_planned: the units are known; otherwise the cost is estimated from the size of the input.
+        cores_per_gpu: see ``StageRate``.
     """
 
     name: str
@@ -172,14 +175,14 @@ def predict(
     rates: Mapping[str, StageRate],
     planned: Mapping[str, tuple[Sequence[Unit], Collection[int]]],
 ) -> list[StagePrediction]:
-    """Return predictions, on this machine, of what is left of the stages whose rate is known, in their order.
+    """Return predictions for the remaining work on this machine, for each stage with a known rate, in order.
 
-    The cost of a stage that cannot be planned yet follows from the records of the input, and, if it counts audio, from
-    the length of their audio in the last stage before it that is planned.
+    The cost of a stage that cannot be planned yet is estimated from the number of input records. If its cost is audio,
+    the estimate is corrected by the ratio of actual to expected audio in the last planned stage before it.
 
     Args:
         stages: all stages of the run.
-        planned: the units of stages, by key, and the indices of those that are done.
+        planned: the units of planned stages and the indices of finished units, by stage key.
     """
     first = planned.get(stages[0].key)
     pilot = read_record(RunDir(Path(config.run_dir)).calibration, _Pilot) if first is None else None
@@ -198,7 +201,7 @@ def predict(
             expected *= 1.0 if stage.cost_unit == "records" else audio_ratio
             count = _count_units(config, stage, rate, num_records, expected)
             costs = [expected / count] * count
-        # A rank that has nothing to do is not started.
+        # No more ranks than units are started.
         used = min(count_ranks(config, stage), len(costs))
         busiest = max((sum(costs[unit] for unit in units) for units in pack(costs, used)), default=0.0) if used else 0.0
         found.append(StagePrediction(
@@ -215,11 +218,11 @@ def predict(
 
 
 def _count_units(config: Config, stage: StageRun, rate: StageRate, num_records: int, cost: float) -> int:
-    """Return into how many units a stage of a cost would be divided."""
+    """Return the expected number of units of a stage with this cost."""
     declaration = stage.declaration
     if isinstance(declaration, EstimatesUnits):
         return declaration.expect_units(stage, num_records, cost)
-    # The others have a unit for each shard.
+    # All other stages have one unit per shard.
     records = rate.records_per_record * num_records
     write = config.sections["write"]
     number: int | None = write.num_shards
@@ -227,12 +230,12 @@ def _count_units(config: Config, stage: StageRun, rate: StageRate, num_records: 
 
 
 def expect_seconds(config: Config, stages: Sequence[StageRun]) -> dict[str, float]:
-    """Return the time that the rest of each stage will take on this machine, by its name, of those whose rate is known.
+    """Return the expected seconds of the remaining work on this machine by stage name, for stages with a known rate.
 
-    Rates are those of the pilot, and of what the run has done before.
+    The rates come from finished units of the run, or from its pilot.
 
     Args:
-        stages: all stages of the run, in their order.
+        stages: all stages of the run, in order.
     """
     planned = {}
     for stage in stages:
@@ -246,19 +249,22 @@ def expect_seconds(config: Config, stages: Sequence[StageRun]) -> dict[str, floa
 
 
 def ranks_of_use(config: Config, stage: StageRun, units: Sequence[Unit]) -> int:
-    """Return for how many ranks units are enough by ``executor.least_seconds_per_rank``; all where no pace is known."""
+    """Return the largest number of ranks for which each has at least ``executor.least_seconds_per_rank`` of work.
+
+    If no rate is known, this is the number of units.
+    """
     rate = find_rates(config, None)[0].get(stage.key)
     if rate is None or not units:
         return len(units)
     least = config.executor.least_seconds_per_rank
-    # A rank is to work so many times as long as it takes to start.
+    # By default, a rank should work at least four times as long as it takes to start.
     least = 4.0 * rate.seconds_to_start if least is None else least
     seconds = sum(unit.cost for unit in units) * rate.seconds_per_cost
     return max(1, min(len(units), int(seconds / least))) if least else len(units)
 
 
 def count_ranks(config: Config, stage: StageRun) -> int:
-    """Return on how many ranks the executor of the configuration would run a stage if it ran on this machine."""
+    """Return the number of ranks that the configured executor would use for a stage on this machine."""
     workers = config.executor.workers
     gpus = usable_gpus(config.executor.device) if stage.resource == "gpu" and workers == "auto" else ()
     return len(plan_devices(workers, uses_gpu=stage.resource == "gpu", gpus=gpus, cores=usable_cores()))

@@ -1,15 +1,14 @@
-"""Registries of implementations: stages, executors, sources, models, forms of export, and sections of the report.
+"""Registries of implementations: stages, executors, sources, models, export formats, and sections of the report.
 
 A name in a configuration is one of three kinds:
 
-- one of sharmill's own, listed below;
+- a built-in name, listed below;
 - an entry point that an installed package declares in the group of the registry, such as ``sharmill.stages`` or
-  ``sharmill.codecs``; it does not replace a name of sharmill's own;
-- ``python:package.module:Class``, anything that can be imported.
+  ``sharmill.codecs``; it cannot replace a built-in name;
+- ``python:package.module:Class``, any importable object.
 
-An implementation is imported when it is asked for, and no sooner. The contracts that implementations meet are in
-``sharmill.engine.stage``, ``sharmill.executors.local``, ``sharmill.sources``, ``sharmill.models`` and
-``sharmill.export.run``.
+Implementations are imported on demand. Their contracts are defined in ``sharmill.engine.stage``,
+``sharmill.executors.local``, ``sharmill.sources``, ``sharmill.models`` and ``sharmill.export.run``.
 """
 
 import difflib
@@ -28,20 +27,20 @@ _IMPORTABLE: Final = re.compile(r"python:[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 
 
 def add_current_folder() -> None:
-    """Have modules that the user names be found where the user stands, too: last, so that they replace no other."""
+    """Add the current folder to the module search path, in last place so that its modules do not replace others."""
     if (folder := str(Path.cwd())) not in sys.path and "" not in sys.path:
         sys.path.append(folder)
 
 
 @dataclass(frozen=True)
 class Registry:
-    """The implementations of one kind of thing, by name.
+    """Implementations of one kind, by name.
 
     Args:
-        kind: what they are, for messages, such as ``codec``.
-        group: the group of the entry points with which other packages add theirs.
-        own: sharmill's own: name -> ``module:attribute``.
-        base: the class that implementations derive from, as ``module:attribute``; nothing where they are no classes.
+        kind: the kind in words for messages, such as ``codec``.
+        group: the entry point group in which other packages declare implementations.
+        own: built-in implementations: name -> ``module:attribute``.
+        base: the base class of implementations, as ``module:attribute``; empty if they are not classes.
     """
 
     kind: str
@@ -50,12 +49,12 @@ class Registry:
     base: str = ""
 
     def names(self) -> list[str]:
-        """Return all names: sharmill's own, then those of other installed packages, sorted."""
+        """Return all names: built-in names, then the sorted names from other installed packages."""
         return [*self.own, *sorted({entry.name for entry in entry_points(group=self.group)} - self.own.keys())]
 
     @staticmethod
     def split(text: str) -> tuple[str, str]:
-        """Return the name of an implementation and the target after it, "" if there is none.
+        """Split a text into the name of an implementation and its target, which may be "".
 
         >>> CODECS.split("nemo:/models/codec.nemo")
         ('nemo', '/models/codec.nemo')
@@ -69,10 +68,10 @@ class Registry:
         return name, target
 
     def find(self, name: str) -> EntryPoint:
-        """Return where an implementation is; its module is not imported.
+        """Return the entry point of an implementation without importing its module.
 
         Raises:
-            ConfigError: there is none of this name (``unknown_name``), or two packages declare it (``bad_plugin``).
+            ConfigError: the name does not exist (``unknown_name``), or two packages declare it (``bad_plugin``).
         """
         if name in self.own:
             return EntryPoint(name, self.own[name], self.group)
@@ -82,24 +81,24 @@ class Registry:
         if len(found) > 1:
             raise ConfigError(
                 f"{' and '.join(sorted(found))} are both declared as the {self.kind} {name!r}: uninstall "
-                "one of the packages, or write python:package.module:Class",
+                "one of the packages, or use python:package.module:Class",
                 code="bad_plugin",
             )
         if not found:
             names, this = self.names(), f"{self.kind} {name!r}"
             hint = nearest(name.lower(), names, otherwise="")
             raise ConfigError(
-                f"there is no {this}: valid are {', '.join(names)} and python:package.module:Class{hint}",
+                f"unknown {this}: use one of {', '.join(names)} or python:package.module:Class{hint}",
                 code="unknown_name",
             )
         return next(iter(found.values()))
 
     def load(self, name: str) -> Any:
-        """Import and return the implementation of a name.
+        """Import and return an implementation.
 
         Raises:
-            ConfigError: there is none (``unknown_name``), it cannot be imported (``missing_package``), or its module
-                has no such attribute (``bad_plugin``).
+            ConfigError: the name does not exist (``unknown_name``), the module cannot be imported
+                (``missing_package``), or the module does not have the attribute (``bad_plugin``).
         """
         entry = self.find(name)
         if name.startswith("python:"):
@@ -108,34 +107,34 @@ class Registry:
             return entry.load()
         except ImportError as error:
             raise ConfigError(
-                f"the {self.kind} {name!r} cannot be imported: {describe_import_error(error)}; or put the folder that "
-                "it is in on PYTHONPATH",
+                f"the {self.kind} {name!r} cannot be imported: {describe_import_error(error)}; or add its folder to "
+                "PYTHONPATH",
                 code="missing_package",
             ) from error
-        except Exception as error:  # a module of another package may do anything
+        except Exception as error:  # a module of another package may raise any exception
             raise ConfigError(
                 f"the {self.kind} {name!r} cannot be imported: {type(error).__name__}: {one_line(error)}",
                 code="bad_plugin",
             ) from error
 
     def load_class(self, name: str) -> Any:
-        """Import and return the class of a name.
+        """Import and return an implementation that must be a class.
 
         Raises:
-            ConfigError: as of ``load``, or it is not derived from the base (``bad_plugin``).
+            ConfigError: as for ``load``, or the class is not derived from the base class (``bad_plugin``).
         """
         found, (module, base) = self.load(name), self.base.split(":")
         is_derived = isinstance(found, type) and issubclass(found, getattr(importlib.import_module(module), base))
         missing = sorted(getattr(found, "__abstractmethods__", ()))
         refuse(
-            (not is_derived, f"the {self.kind} {name!r} is no class derived from {module}.{base}"),
-            (missing, f"the {self.kind} {name!r} has no {' and no '.join(missing)}"),
+            (not is_derived, f"the {self.kind} {name!r} must be a class derived from {module}.{base}"),
+            (missing, f"the {self.kind} {name!r} does not define {' and '.join(missing)}: add it to the class"),
             code="bad_plugin",
         )
         return found
 
     def can_load(self, name: str) -> bool:
-        """Return True if there is a usable class of a name; it is imported."""
+        """Return True if a class can be imported and is usable."""
         try:
             self.load_class(name)
         except ConfigError:
@@ -143,10 +142,7 @@ class Registry:
         return True
 
     def version(self, name: str) -> str:
-        """Return the version of the package that brings an implementation, or the checksum of its file.
-
-        "" for sharmill's own.
-        """
+        """Return the version of the package of an implementation, or the checksum of its file; "" if it is built in."""
         entry = self.find(name)
         if name in self.own:
             return ""
@@ -159,9 +155,10 @@ class Registry:
 
 
 def nearest(name: str, valid: list[str], otherwise: str | None = None) -> str:
-    """Return the end of a sentence about a name that is not valid: the name probably meant, or else all valid ones.
+    """Return the end of a sentence about an invalid name: the most similar valid name, or a list of all valid names.
 
-    ``otherwise`` is said instead where there are too many for a line.
+    Args:
+        otherwise: text to return instead of the list.
 
     >>> nearest("shufle", ["manifest", "shuffle"])
     "; did you mean 'shuffle'?"
@@ -184,7 +181,7 @@ STAGES: Final = Registry(
     },
     base="sharmill.engine.stage:Stage",
 )
-# Further rounds of steps, which users meet under the name of the step alone.
+# Further rounds of steps; users only see the name of the step.
 ROUNDS: Final = Registry(
     "round of a stage",
     "",
@@ -256,7 +253,7 @@ SECTIONS: Final = Registry(
 )
 
 
-# The extras that bring optional packages, by the names of their modules and of the packages themselves.
+# Extras that install optional packages, by names of modules and packages.
 _EXTRAS: Final = {
     "av": "formats", "espeakng_loader": "demo", "nemo": "nemo", "nemo_toolkit": "nemo", "peft": "speechlm2",
     "prometheus_client": "prometheus", "pyarrow": "parquet", "ray": "ray", "resemblyzer": "resemblyzer",
@@ -265,15 +262,16 @@ _EXTRAS: Final = {
 
 
 def require_package(package: str) -> None:
-    """Raise ConfigError if an optional package is absent, naming the extra that brings it; import nothing."""
+    """Raise ConfigError with the extra to install if an optional package is missing; the package is not imported."""
     if importlib.util.find_spec(package) is None:
         raise ConfigError(describe_missing(package), code="missing_package")
 
 
 def describe_missing(module: str, otherwise: str = "install it where the ranks run") -> str:
-    """Return a sentence about a module that is not there, with the extra that brings its package.
+    """Return a message that names a missing module and the extra that installs it.
 
-    ``otherwise`` says what to do where no extra does.
+    Args:
+        otherwise: advice if no extra installs the module.
 
     >>> describe_missing("nemo.collections")
     "the package nemo is not installed: run pip install 'sharmill[nemo]'"
@@ -286,12 +284,12 @@ def describe_missing(module: str, otherwise: str = "install it where the ranks r
 
 
 def describe_import_error(error: ImportError) -> str:
-    """Return a sentence about a module that is not there, or that is there and cannot be loaded."""
+    """Return a message about a module that is missing or cannot be loaded."""
     if isinstance(error, ModuleNotFoundError) and error.name is not None:
         return describe_missing(error.name)
     remedy = (
-        "this process may use too little memory for it: raise its limit (ulimit -v, or that of the job)"
+        "the memory limit of this process is too low: raise it (ulimit -v, or the memory of the job)"
         if mentions_memory(str(error))
-        else "install its package again"
+        else "reinstall its package"
     )
     return f"a module cannot be loaded: {one_line(error)}; {remedy}"

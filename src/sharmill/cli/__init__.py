@@ -1,1 +1,1 @@
-"""The command line: one module per command, which converts options and calls one function."""
+"""The command line: one module per command or group of commands, which converts options and calls one function."""

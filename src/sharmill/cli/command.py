@@ -1,4 +1,4 @@
-"""What all commands have: exit statuses, arguments and options, and the console that they print to."""
+"""Shared parts of all commands: exit statuses, arguments, options, and the console that they print to."""
 
 import json
 import os
@@ -24,44 +24,44 @@ FINDINGS: Final = 3
 
 _FORMER_STAGES: Final = {"survey": "encode.segments", "assemble": "encode.shards"}
 _SURROGATE: Final = re.compile("[\ud800-\udfff]")
-# A path such as data/lang=en/config.yaml has a "=" as well, but no key before it.
+# A path such as data/lang=en/config.yaml contains a "=" too, but no key precedes it.
 _OVERRIDE = re.compile(r"[\w.\[\]-]*=")
 
 
-def worst(statuses: Iterable[int]) -> int:
-    """Return the exit status that stands for several datasets."""
-    # Something that did not run outweighs findings in what did.
+def combine_exit_codes(statuses: Iterable[int]) -> int:
+    """Return one exit status for several datasets: the most serious of theirs."""
+    # A dataset that was not processed is more serious than findings in one that was.
     return max(statuses, key=(OK, FINDINGS, ConfigError.exit_status, FAILED).index, default=OK)
 
 
-def _note(context: click.Context, parameter: click.Parameter, value: bool) -> None:
+def _remember_flag(context: click.Context, parameter: click.Parameter, value: bool) -> None:
     if value:
         context.meta[f"sharmill.{parameter.name}"] = True
 
 
 quiet_option = click.Option(
-    ["--quiet", "-q"], is_flag=True, expose_value=False, callback=_note, help="Print errors only."
+    ["--quiet", "-q"], is_flag=True, expose_value=False, callback=_remember_flag, help="Print errors only."
 )
 json_option = click.option(
-    "--json", is_flag=True, expose_value=False, callback=_note, help="Print the result as JSON, and nothing else."
+    "--json", is_flag=True, expose_value=False, callback=_remember_flag, help="Print only the result, as JSON."
 )
 verbose_option = click.option(
     "--verbose",
     is_flag=True,
-    help="Show all that is known, and the rounds of encode apart.",
+    help="Show all details, and each round of encode separately.",
 )
 
 
 def has_option(option: str) -> bool:
-    """Return True if the command was given ``quiet`` or ``json``."""
+    """Return True if the current command was called with this option: ``quiet`` or ``json``."""
     context = click.get_current_context(silent=True)
     return context is not None and f"sharmill.{option}" in context.meta
 
 
 def print_json(value: Any) -> None:
-    """Print a value as JSON where ``--json`` was given, and nothing otherwise.
+    """Print a value as JSON if ``--json`` was given; otherwise print nothing.
 
-    Characters that a terminal would obey, or that reorder text, are escaped as JSON escapes them.
+    Control characters and characters that reorder text are escaped, since a terminal would act on them.
     """
     if not has_option("json"):
         return
@@ -72,33 +72,37 @@ def print_json(value: Any) -> None:
 
 
 def make_console() -> Console:
-    """Return the console of a command: as wide as the terminal, or 120 columns where there is none.
+    """Return the console of a command, as wide as the terminal, or 120 columns wide without a terminal.
 
-    With ``--quiet`` or ``--json`` it prints nothing.
+    It prints nothing with ``--quiet`` or ``--json``.
     """
-    # A log file has no width of its own, and rich would assume 80 columns.
+    # A log file has no width, and rich would assume 80 columns.
     fixed = None if (sys.stdout is not None and sys.stdout.isatty()) or "COLUMNS" in os.environ else 120
     return Console(highlight=False, width=fixed, quiet=has_option("quiet") or has_option("json"))
 
 
-def say(text: str, style: str = "", *, err: bool = False) -> None:
-    """Print text as one line, however long it is, on stderr where it is no result; nothing with --quiet or --json."""
+def echo(text: str, style: str = "", *, err: bool = False) -> None:
+    """Print text on one line, however long it is; print nothing with ``--quiet`` or ``--json``.
+
+    Args:
+        err: print to stderr, because the text is not a result of the command.
+    """
     console = make_console()
     console.stderr = err
     console.print(plain(text, style), soft_wrap=True)
 
 
-def say_all(lines: Iterable[str]) -> list[str]:
-    """Print lines as they come, and return them."""
-    said = []
+def echo_all(lines: Iterable[str]) -> list[str]:
+    """Print each line as soon as it is available, and return all lines."""
+    printed = []
     for line in lines:
-        say(line)
-        said.append(line)
-    return said
+        echo(line)
+        printed.append(line)
+    return printed
 
 
 def plain(text: str, style: str = "") -> Text:
-    """Return text that rich prints on one line, as it stands: control characters and [markup] have no meaning."""
+    """Return text that rich prints literally on one line, without interpreting control characters or [markup]."""
     return Text(printable_line(text), style=style)
 
 
@@ -106,25 +110,25 @@ def make_table(
     title: str | None = None, columns: Sequence[str] = (), *, left: Sequence[str] = ("stage",),
     no_wrap: Sequence[str] = (), expand: bool = False,
 ) -> Table:  # fmt: skip
-    """Return a table without rows, as all commands print them.
+    """Return an empty table in the style of all commands.
 
     Args:
-        columns: their headings.
-        left: those that are not of numbers.
-        no_wrap: those whose cells stay on one line.
-        expand: it is as wide as the console.
+        columns: the headings.
+        left: headings of the columns that are aligned to the left, because they hold text.
+        no_wrap: headings of the columns whose cells stay on one line.
+        expand: make the table as wide as the console.
     """
     table = Table(
         title=None if title is None else plain(title), title_justify="left", title_style="bold", box=box.SIMPLE_HEAD,
         show_edge=False, padding=(0, 1, 0, 0), expand=expand,
     )  # fmt: skip
     for column in columns:
-        whole = column in no_wrap
+        on_one_line = column in no_wrap
         table.add_column(
             column,
             justify="left" if column in left else "right",
-            no_wrap=whole,
-            overflow="ellipsis" if whole else "fold",
+            no_wrap=on_one_line,
+            overflow="ellipsis" if on_one_line else "fold",
         )
     return table
 
@@ -133,8 +137,8 @@ def print_table(
     title: str | None, columns: Sequence[str], rows: Iterable[Iterable[str | Text]], *,
     left: Sequence[str] = ("stage",), no_wrap: Sequence[str] = (),
 ) -> None:  # fmt: skip
-    """Print a table without the columns that are empty; see ``make_table``."""
-    # A row may end early.
+    """Print a table, leaving out empty columns; see ``make_table``."""
+    # A row may have fewer cells than there are columns.
     cells = [[cell for _, cell in zip_longest(columns, row, fillvalue="")] for row in rows]
     used = [place for place in range(len(columns)) if not cells or any(row[place] for row in cells)]
     table = make_table(title, [columns[place] for place in used], left=left, no_wrap=no_wrap)
@@ -142,7 +146,7 @@ def print_table(
 
 
 def print_pairs(pairs: Iterable[tuple[str | Text, str | Text]]) -> None:
-    """Print names and their values as a table without headings."""
+    """Print pairs of a name and a value as a table without headings."""
     table = make_table()
     table.show_header = False
     table.add_column(no_wrap=True)
@@ -157,11 +161,11 @@ def _print_rows(table: Table, rows: Iterable[Iterable[str | Text]]) -> None:
 
 
 def describe_cost(*costs: float, records: bool) -> str:
-    """Return costs of units, with the precision of the last one.
+    """Return costs of units as text, all with the precision of the last one.
 
     Args:
-        costs: seconds of audio, or numbers of records; what is done and what there is in all, or one of them.
-        records: they are numbers of records.
+        costs: seconds of audio or numbers of records: the finished part, the total, or both in this order.
+        records: the costs are numbers of records.
 
     >>> describe_cost(970.0, 1940.0, records=False)
     '0.269/0.539 h'
@@ -187,7 +191,7 @@ def describe_time(seconds: float) -> str:
 
 
 def describe_sum(what: str, seconds: Sequence[float | None]) -> str:
-    """Return the time that several things take together, as far as it is known; an empty string if it is not.
+    """Return the total time left of several parts; an empty string if no time is known.
 
     >>> describe_sum("run", [60.0, None])
     'run: at least 0:01:00 left'
@@ -198,73 +202,79 @@ def describe_sum(what: str, seconds: Sequence[float | None]) -> str:
 
 
 def resolve_stages(names: Sequence[str]) -> list[str]:
-    """Return the kinds of the stages that a command names, and say so for rounds that once were stages of their own.
+    """Return the kinds of the stages that are named in a command.
+
+    A message is printed for a round of ``encode`` that was a separate stage in earlier versions.
 
     Raises:
-        ConfigError: there is no such stage.
+        ConfigError: a stage does not exist.
     """
     current = {name: current_name(name, ": name encode to run all of its rounds") for name in names}
     return [current[name] if current[name] != name else resolve_stage(name) for name in names]
 
 
 def current_name(name: str, advice: str = "") -> str:
-    """Return the name that a stage has now, and say so if that is a round which once was a stage of its own."""
+    """Return the present name of a stage; print a message if an earlier version used another name.
+
+    Args:
+        advice: text that is appended to the message.
+    """
     kind, slash, item = name.partition("/")
     if kind in _FORMER_STAGES:
-        say(f"{name} is a round of the stage encode now{advice}", style="dim")
+        echo(f"{name} is now a round of the stage encode{advice}", style="dim")
     return f"{_FORMER_STAGES.get(kind, kind)}{slash}{item}"
 
 
 def split_arguments(arguments: Sequence[str]) -> tuple[list[str], list[str], list[str]]:
-    """Return configuration files, ``key=value`` overrides and other names, in this order.
+    """Split arguments into configuration files, ``key=value`` overrides and other names.
 
     Raises:
-        ConfigError: there is no configuration file among them, or one of them is not UTF-8, as files of runs are.
+        ConfigError: no configuration file is named, or an argument is not UTF-8 and cannot be written to run files.
     """
     foreign = [argument for argument in arguments if _SURROGATE.search(argument)]
-    refuse((foreign, f"{' '.join(foreign)} is not UTF-8: rename it, or name a link to it"), code="bad_usage")
+    refuse((foreign, f"{' '.join(foreign)} is not UTF-8: rename the file, or name a link to it"), code="bad_usage")
     overrides = [argument for argument in arguments if is_override(argument)]
     others = [argument for argument in arguments if not is_override(argument)]
     paths = [argument for argument in others if argument.endswith((".yaml", ".yml"))]
     names = [argument for argument in others if argument not in paths]
-    refuse((not paths, f"no configuration among {' '.join(arguments)}: name a .yaml file"), code="bad_usage")
+    refuse((not paths, f"no configuration in {' '.join(arguments)}: name a .yaml file"), code="bad_usage")
     return paths, overrides, names
 
 
 def load_configs(
     command: str, arguments: Sequence[str], options: Sequence[str] = (), *, single: bool = False
 ) -> list[Config]:
-    """Load the configurations that are named by the arguments of a command which takes no names of stages.
+    """Load the configurations named in the arguments of a command that takes no stage names.
 
     Args:
-        options: overrides beside those of the arguments.
-        single: the command takes one configuration.
+        options: further overrides, from the command's options.
+        single: the command takes exactly one configuration.
 
     Raises:
-        ConfigError: there is none, more than the command takes, or another argument.
+        ConfigError: no configuration, too many configurations, or an argument of another kind.
     """
     paths, overrides, names = split_arguments(arguments)
     taken, more = ("one configuration", [*names, *paths[1:]]) if single else ("configurations", names)
-    refuse((more, f"'{command}' takes {taken}, and no names of stages: leave out {', '.join(more)}"), code="bad_usage")
+    refuse((more, f"'{command}' takes {taken} and no stage names: leave out {', '.join(more)}"), code="bad_usage")
     return [load_config(path, [*overrides, *options]) for path in paths]
 
 
 def is_override(argument: str) -> bool:
-    """Return True for ``key=value``."""
+    """Return True if an argument has the form ``key=value``."""
     return _OVERRIDE.match(argument) is not None
 
 
 def parse_workers(context: click.Context, parameter: click.Parameter, text: str | None) -> int | str | None:
-    """Return ``auto`` or the positive number that ``text`` is; None where the option is not given."""
+    """Return ``auto`` or a positive number of workers; None if the option was not given."""
     if text is None or text == "auto":
         return text
     if not text.isdigit() or int(text) == 0:
-        raise ConfigError(f"--workers is {text!r}; use 'auto' or a number from 1", code="bad_usage")
+        raise ConfigError(f"--workers is {text!r}; use 'auto' or a number of 1 or more", code="bad_usage")
     return int(text)
 
 
 def parse_pairs(context: click.Context, parameter: click.Parameter, texts: Sequence[str]) -> dict[str, str]:
-    """Return the values of an option that is given as ``KEY=VALUE``, any number of times, by their keys."""
+    """Return the values by key of a repeatable ``KEY=VALUE`` option."""
     pairs = {text: text.partition("=") for text in texts}
     refuse(
         *(

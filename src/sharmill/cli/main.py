@@ -1,7 +1,7 @@
 """The command ``sharmill``: its groups of commands, and its entry point.
 
-A command's module is imported when the command is called, and no module for ``sharmill --help``. What modules of
-commands import at their top starts neither torch nor NeMo nor Ray; that they import when they run.
+The module of a command is imported when the command is called; ``sharmill --help`` imports none of them. The top-level
+imports of these modules do not load torch, NeMo or Ray, which a command imports only when it runs.
 """
 
 import importlib
@@ -20,48 +20,48 @@ import sharmill
 from sharmill.errors import ConfigError, PrintableFormatter, SharmillError, describe_error, printable_line
 from sharmill.registry import describe_import_error
 
-# By heading: the function of each command in this package, and the first line of its help.
+# Commands by heading: the function of each command in this package, and its line in ``sharmill --help``.
 COMMANDS: Final = {
-    "Make": {
+    "Build datasets": {
         "demo": ("run.demo", "Run all stages on a synthetic corpus."),
-        "run": ("run.run", "Run all stages, or those named, for datasets."),
-        "manifest": ("datasets.manifest", "Make a manifest of a folder, a table or a corpus."),
-        "submit": ("submit.submit", "Run stages on a cluster, each dataset with jobs of its own."),
-        "work": ("run.join_run", "Add ranks on this machine to a run, until it has ended."),
+        "run": ("run.run", "Run all or the named stages for one or more datasets."),
+        "manifest": ("datasets.manifest", "Create a manifest from a folder, table or corpus."),
+        "submit": ("submit.submit", "Submit stages to a cluster."),
+        "work": ("run.join_run", "Add workers on this machine to a run."),
     },
-    "Watch": {
-        "calibrate": ("plan.calibrate", "Try a sample, and advise on thresholds."),
-        "plan": ("plan.plan", "Show what would run, and what it would cost."),
-        "status": ("status.status", "Show the progress of every stage and rank of run directories."),
-        "cancel": ("status.cancel", "End what is at work in a run directory: jobs, or a process."),
+    "Plan and monitor": {
+        "calibrate": ("plan.calibrate", "Process a sample and recommend thresholds."),
+        "plan": ("plan.plan", "Show the work that is left and its cost."),
+        "status": ("status.status", "Show the progress of runs."),
+        "cancel": ("status.cancel", "Stop the jobs and processes of a run."),
     },
-    "Look": {
-        "report": ("datasets.report", "Make a page to look at and to listen to."),
-        "inspect": ("datasets.inspect", "Look at a dataset, a shard or a cut."),
-        "decode": ("datasets.decode", "Turn the codes of a cut into audio that can be listened to."),
+    "Inspect and check": {
+        "report": ("datasets.report", "Create an HTML report with plots and audio."),
+        "inspect": ("datasets.inspect", "Show a dataset, shard or cut."),
+        "decode": ("datasets.decode", "Decode the codes of a cut to an audio file."),
         "validate": ("validate.validate", "Check a finished dataset."),
     },
-    "Change": {
+    "Change datasets": {
         "append": ("datasets.append", "Append shards to a finished dataset."),
-        "merge": ("datasets.merge", "Make one dataset of several."),
-        "split": ("datasets.split", "Divide a dataset by speakers."),
-        "index": ("datasets.index", "Make the index of a dataset from its files."),
-        "sidecars": ("datasets.sidecars", "Write the index files of lhotse 2 for a dataset."),
-        "export": ("datasets.export", "Write a dataset as files for trainers that do not read Shar."),
+        "merge": ("datasets.merge", "Merge several datasets into one."),
+        "split": ("datasets.split", "Split a dataset by speaker."),
+        "index": ("datasets.index", "Rebuild the index of a dataset from its files."),
+        "sidecars": ("datasets.sidecars", "Write lhotse 2 index files for a dataset."),
+        "export": ("datasets.export", "Export a dataset for trainers that cannot read Shar."),
         "publish": ("datasets.publish", "Copy a finished dataset to an object store."),
     },
     "Train": {
-        "bins": ("train.bins", "Estimate buckets for batches from lengths alone."),
-        "tune-batch": ("train.tune_batch", "Find the largest batch of each bucket that fits."),
-        "verify-resume": ("train.verify_resume", "Stop and resume a training's data."),
+        "bins": ("train.bins", "Estimate length buckets for batches."),
+        "tune-batch": ("train.tune_batch", "Find the largest batch size that fits for each bucket."),
+        "verify-resume": ("train.verify_resume", "Check that data loading resumes exactly."),
     },
-    "Set up": {"doctor": ("train.doctor", "Examine this machine, or a training's settings.")},
+    "Set up": {"doctor": ("train.doctor", "Check this machine or a training configuration.")},
 }
 _ALL: Final = {name: found for commands in COMMANDS.values() for name, found in commands.items()}
 
 
 class GroupedCommands(click.Group):
-    """A group of commands that are imported when they are called, and listed under the headings of ``COMMANDS``."""
+    """A group of commands that are imported on demand and listed under the headings of ``COMMANDS``."""
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in _ALL:
@@ -70,13 +70,13 @@ class GroupedCommands(click.Group):
 
         module, function = _ALL[cmd_name][0].split(".")
         command: click.Command = getattr(importlib.import_module(f"sharmill.cli.{module}"), function)
-        # The output of these is the text that they were called for.
+        # The output of these commands is their only purpose, so --quiet would be useless.
         if cmd_name not in ("bins", "tune-batch", "verify-resume") and quiet_option not in command.params:
             command.params.append(quiet_option)
         return command
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run a command; a full disk, a folder that this user may not write to and the like end it in one line."""
+        """Run a command; report errors such as a full disk or a read-only folder in one line."""
         from sharmill.files.disk import PUT_BACK, disk_errors
 
         with disk_errors(Path(), PUT_BACK):
@@ -93,7 +93,7 @@ class GroupedCommands(click.Group):
                 formatter.write_dl([(name.ljust(width), line) for name, (_, line) in commands.items()])
 
 
-# Their names are what click looks for a near one among.
+# Click suggests similar names from ``commands`` after a typing error.
 @click.group(
     cls=GroupedCommands, commands=dict.fromkeys(_ALL), context_settings={"help_option_names": ["-h", "--help"]}
 )
@@ -101,27 +101,27 @@ class GroupedCommands(click.Group):
 def cli() -> None:
     """Turn speech manifests into training-ready Lhotse Shar datasets.
 
-    Every command may be ended at any time; the same command goes on where it stopped.
+    Any command can be interrupted at any time. Run it again to resume.
     """
 
 
 def main(arguments: Sequence[str] | None = None) -> Any:
-    """Run the command line and exit with its status. An error that is meant for the user is printed as one line.
+    """Run the command line and exit with its status; print errors for the user as one line.
 
     Args:
-        arguments: those of the command line; ``sys.argv`` by default.
+        arguments: command-line arguments; ``sys.argv`` by default.
 
     Raises:
         SystemExit: always.
     """
-    # The run directory has the full logs; the terminal gets what must be seen.
+    # The run directory has the full logs; the terminal shows only messages that users must see.
     handler = logging.StreamHandler()
     handler.addFilter(lambda record: record.levelno >= logging.ERROR or record.name == "sharmill.files.locks")
     handler.setFormatter(PrintableFormatter("%(levelname)s %(name)s: %(message)s"))
     logging.basicConfig(handlers=[handler])
-    # Libraries that are imported later take it for granted.
+    # Libraries that are imported later assume that PATH is set.
     os.environ.setdefault("PATH", os.defpath)
-    # A cluster ends jobs with SIGTERM: the same clean end as Ctrl-C.
+    # Clusters end jobs with SIGTERM, which is handled like Ctrl-C.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         sys.exit(cli.main(args=arguments, prog_name="sharmill", standalone_mode=False) or 0)
@@ -129,15 +129,15 @@ def main(arguments: Sequence[str] | None = None) -> Any:
         click.echo(_describe_wrong_use(error), err=True)
         sys.exit(ConfigError.exit_status)
     except (KeyboardInterrupt, click.Abort):
-        click.echo("Interrupted. What is done is kept; run the same command again to go on.", err=True)
+        click.echo("Interrupted. Finished work is kept; run the same command again to resume.", err=True)
         sys.stdout.flush()
-        # Libraries of models take seconds to leave a process, and nothing is left to be done.
+        # Model libraries take seconds to shut down, and nothing is left to do.
         os._exit(SharmillError.exit_status)
     except SharmillError as error:
         click.echo(f"Error: {describe_error(error)}", err=True)
         sys.exit(error.exit_status)
     except BrokenPipeError:
-        # Click is interrupted, and nobody is left to read that.
+        # The reader of the output is gone, so no message is printed.
         os._exit(SharmillError.exit_status)
     except ImportError as error:
         click.echo(f"Error: {printable_line(describe_import_error(error))}", err=True)
@@ -148,7 +148,7 @@ def main(arguments: Sequence[str] | None = None) -> Any:
 
 
 def _describe_wrong_use(error: click.ClickException) -> str:
-    """Return one line for wrong use of a command; the whole help for a group without a command."""
+    """Return one line about incorrect usage, or the whole help if no command was given."""
     if isinstance(error, click.exceptions.NoArgsIsHelpError):
         return error.format_message()
     context = getattr(error, "ctx", None)

@@ -1,4 +1,4 @@
-"""Commands before a run: ``plan``, its work and cost, and ``calibrate``, a pilot over a sample of the input."""
+"""Commands to use before a run: ``plan`` shows its work and cost, ``calibrate`` runs a pilot on a sample."""
 
 from collections.abc import Collection, Mapping, Sequence
 
@@ -8,13 +8,13 @@ from rich.filesize import decimal
 from sharmill.cli.command import (
     describe_cost,
     describe_time,
+    echo,
+    echo_all,
     json_option,
     load_configs,
     plain,
     print_json,
     print_table,
-    say,
-    say_all,
     verbose_option,
 )
 from sharmill.config import Config
@@ -39,25 +39,25 @@ from sharmill.prepare.check import PrepareConfig
 from sharmill.rates import StagePrediction, count_ranks, find_rates, predict
 from sharmill.training.buckets.batch_size import make_budget
 
-# Speech as FLAC at 16 to 24 kHz takes 15 to 35 kB a second; codes add little. A round figure on the safe side.
+# FLAC speech at 16 to 24 kHz takes 15 to 35 kB per second, and codes add little: this estimate is on the safe side.
 _BYTES_PER_SECOND = 40_000
-# Of the hundred thresholds of a calibration, those that are printed beside the recommended one.
+# A calibration tries a hundred thresholds: every fifth one is printed, and the recommended one.
 _PRINTED_STEP = 5
 
 
 @click.command()
 @click.argument("arguments", nargs=-1, required=True, metavar="CONFIG... [KEY=VALUE...]")
-@click.option("--rates", "earlier", metavar="RUN_DIR", help="Predict from the rates of this earlier run.")
-@click.option("--gpu-hour", type=click.FloatRange(0), metavar="PRICE", help="Price of an hour of a GPU.")
+@click.option("--rates", "earlier", metavar="RUN_DIR", help="Use the processing rates of this earlier run.")
+@click.option("--gpu-hour", type=click.FloatRange(0), metavar="PRICE", help="Price of one GPU hour.")
 @json_option
-@click.option("--measure", is_flag=True, help="Run the models on made-up audio, and print the batch sizes to set.")
+@click.option("--measure", is_flag=True, help="Run the models on synthetic audio and recommend batch sizes.")
 @verbose_option
 def plan(arguments: tuple[str, ...], earlier: str | None, gpu_hour: float | None, measure: bool, verbose: bool) -> None:
-    """Show what would run, and what it would cost.
+    """Show the work that is left and its cost.
 
-    Nothing of it is run. Units, hours, balance and disk are those of each stage whose input is there already; time, GPU
-    hours, core hours and disk those of all stages, once rates are known: from sharmill calibrate, or from an
-    earlier run.
+    No stage is run. Units, hours of audio, balance and disk space are shown for each stage whose input exists. Time,
+    GPU hours, core hours and disk space of all stages are predicted if processing rates are known, from sharmill
+    calibrate or from an earlier run.
     """
     for config in load_configs("plan", arguments):
         print_json(print_plan(config, earlier=earlier, gpu_hour=gpu_hour, verbose=verbose))
@@ -66,11 +66,11 @@ def plan(arguments: tuple[str, ...], earlier: str | None, gpu_hour: float | None
 
 
 def _print_measurements(config: Config) -> None:
-    """Print speed and memory of the models on the device of this machine, and the values for the configuration."""
+    """Print the speed and memory of the models on this machine's device, and recommended configuration values."""
     device = "cuda" if visible_gpus() else "cpu"
     make_deterministic()
     memory = make_budget("cuda:0" if device == "cuda" else device, 1.0, None).size
-    # With the key of their sections and their names.
+    # Section key, name and measurement of each model.
     found: list[tuple[str, str, Measurement]] = []
     if (match := config.find(MatchConfig)) is not None:
         encoder = load_speaker_encoder(match.encoder, device, precision=match.precision, **match.options)
@@ -85,44 +85,47 @@ def _print_measurements(config: Config) -> None:
             else measure_model(model, device, memory)
         )
         found.append((EncodeStage.kind, codec.name, measured))
-    columns = ("model", "MiB per second", "fits at once", "seconds of audio per second, by batch")
+    columns = ("model", "MiB per second", "largest batch", "speed (x real time) by batch size")
     rows = []
     for _, name, measured in found:
         speeds = ", ".join(f"{size:g} s: {speed:.0f}" for size, speed in measured.speeds.items()) or "none fits"
         rows.append((name, f"{measured.bytes_per_second / 2**20:.1f}", f"{measured.most_seconds:.0f} s", speeds))
-    print_table(f"on one {device} of {memory / 2**30:.1f} GiB", columns, rows, left=("model",))
+    print_table(f"one {device} device with {memory / 2**30:.1f} GiB", columns, rows, left=("model",))
     of_codecs = [measured for kind, _, measured in found if kind == EncodeStage.kind]
     if encode.canonical_shapes:
-        say(_describe_canonical(of_codecs, device, unit_seconds), style="dim")
+        echo(_describe_canonical(of_codecs, device, unit_seconds), style="dim")
     for key in dict.fromkeys(kind for kind, *_ in found):
-        # Of those of one row, any size is as good.
+        # The batch size makes no difference to models that process one segment at a time.
         sizes = [measured.best_size for kind, _, measured in found if kind == key and not measured.one_row]
         if sizes and None not in sizes:
-            say(f"{key}.batch_seconds={min(size for size in sizes if size is not None):g}")
+            echo(f"{key}.batch_seconds={min(size for size in sizes if size is not None):g}")
     most = min(measured.most_seconds for *_, measured in found)
     longest = config.section(PrepareConfig).max_duration
     if longest is None or longest > most:
-        say(f"prepare.max_duration={most:.0f}: longer segments do not fit on this {device}", style="yellow")
+        echo(f"prepare.max_duration={most:.0f}: longer segments do not fit into the {device} memory", style="yellow")
 
 
 def _describe_canonical(measurements: list[Measurement], device: str, unit_seconds: float) -> str:
-    """Return how codecs were measured where the configuration has canonical shapes."""
+    """Return a description of how codecs were measured with canonical shapes."""
     how = "codecs: measured at canonical lengths, in batches of canonical size"
     if not all(measured.one_row for measured in measurements):
-        how += f"; silence that fills up the batches of a unit of {unit_seconds:g} s is not counted as audio"
+        how += f"; silence that fills the batches of a unit of {unit_seconds:g} s is not counted as audio"
     if any(measured.one_row for measured in measurements):
-        which = "codecs take" if device == "cpu" else "codecs whose codes depend on padding take"
-        how += f"; on a {device}, {which} segments one by one, whatever encode.batch_seconds is"
+        which = "codecs process" if device == "cpu" else "codecs whose codes depend on padding process"
+        how += f"; on {device}, {which} one segment at a time, regardless of encode.batch_seconds"
     return how
 
 
 def print_plan(
     config: Config, *, earlier: str | None = None, gpu_hour: float | None = None, verbose: bool = False
 ) -> list[StagePrediction]:
-    """Print a row per stage that can be planned now, and a line for each that depends on what comes before it.
+    """Print a row for each stage that can be planned now, and a line for each stage whose input is missing.
 
-    Below it come time and cost, predicted from the rates of the run directory ``earlier`` or of the configuration's
-    own; they are returned. ``verbose`` prints a row for each round of a step.
+    Time and cost follow, predicted from the rates of the run directory ``earlier``, or of the configuration's own run
+    directory by default. With ``verbose``, each round of a step has a row.
+
+    Returns:
+        the predictions.
     """
     check_config(config, stages=())
     rates, source = find_rates(config, earlier)
@@ -151,35 +154,34 @@ def print_plan(
             f"{sum(left) * _BYTES_PER_SECOND / 1e9:.1f} GB" if left and stage.kind == "write" else "",
         ])  # fmt: skip
     predictions = predict(config, stages, rates, planned)
-    columns = ("stage", "units", "to process", "ranks", "largest", "balance", "disk")
+    columns = ("stage", "units", "to process", "workers", "largest", "balance", "disk")
     if done_stages:
-        say(f"{config.name}: nothing is left to do of {', '.join(done_stages)}")
+        echo(f"{config.name}: nothing left to do for {', '.join(done_stages)}")
     if rows:
         print_table(config.name, columns, rows, no_wrap=columns)
-    say_all(not_yet)
+    echo_all(not_yet)
     if rows:
-        say(
-            "units: done and all; to process: all audio that is left, contexts included; largest: the load of the "
-            "busiest rank",
+        echo(
+            "units: finished/total; to process: remaining audio with contexts; largest: load of the busiest worker",
             style="dim",
         )
     if expected := [one for one in predictions if one.wall_seconds]:
         _print_prediction(expected, source, gpu_hour)
     if line := describe_cores({one.name: one.cores_per_gpu for one in predictions}):
-        say(line)
+        echo(line)
     if not predictions:
-        say("no rates are known yet: sharmill calibrate measures them, --rates takes those of an earlier run", "dim")
+        echo("no rates known yet: run sharmill calibrate, or name an earlier run with --rates", "dim")
     return predictions
 
 
 def _print_prediction(predictions: Sequence[StagePrediction], source: str, gpu_hour: float | None) -> None:
-    """Print a row for each stage and one for all of them.
+    """Print a row for each stage and one for the total.
 
     Args:
-        source: where the rates are from.
-        gpu_hour: the price of an hour of a GPU, or None.
+        source: the origin of the rates, as text.
+        gpu_hour: the price of one GPU hour, or None.
     """
-    columns = ["stage", "ranks", "time", "GPU h", "core h", "disk", *(["price"] if gpu_hour is not None else [])]
+    columns = ["stage", "workers", "time", "GPU h", "core h", "disk", *(["price"] if gpu_hour is not None else [])]
     by_row = []
     for step in dict.fromkeys(one.name for one in predictions):
         rounds = [one for one in predictions if one.name == step]
@@ -196,27 +198,27 @@ def _print_prediction(predictions: Sequence[StagePrediction], source: str, gpu_h
         ]  # fmt: skip
         cells += [f"{gpu * gpu_hour:,.2f}"] if gpu_hour is not None else []
         rows.append([plain(cell, style="bold" if name == "all" else "") for cell in cells])
-    print_table("predicted, for what is left", columns, rows, no_wrap=columns)
-    say(f"rates: {source}", style="dim")
+    print_table("predicted for the remaining work", columns, rows, no_wrap=columns)
+    echo(f"rates: {source}", style="dim")
     if any(one.on_gpu for one in predictions):
-        say("GPU h: of ranks; several that share a GPU count as if each had its own", style="dim")
-    say("beside these times: the start of the command, and the page of the run", style="dim")
+        echo("GPU h: worker hours; workers that share a GPU are counted separately", style="dim")
+    echo("not included: startup time and the report page", style="dim")
     if any(not one.is_planned for one in predictions):
-        say("*: cannot be planned yet; in proportion to the records of the input", style="dim")
+        echo("*: cannot be planned yet; estimated from the number of input records", style="dim")
 
 
 def describe_cores(wanted: Mapping[str, int | None]) -> str:
-    """Return how many cores a GPU needs in each stage, so that decoding keeps up with the model; "" if in none.
+    """Return the number of cores per GPU at which decoding keeps up with the model, for each stage that uses a GPU.
 
     >>> describe_cores({"match": 6, "write": None, "encode": 2})
-    'cores per GPU that keep it busy: match 6, encode 2'
+    'cores needed to keep one GPU busy: match 6, encode 2'
     """
     listed = ", ".join(f"{name} {cores}" for name, cores in wanted.items() if cores is not None)
-    return f"cores per GPU that keep it busy: {listed}" if listed else ""
+    return f"cores needed to keep one GPU busy: {listed}" if listed else ""
 
 
 def describe_hours(hours: float) -> str:
-    """Return hours of ranks, or nothing where there are none.
+    """Return worker hours as text; an empty string for zero.
 
     >>> describe_hours(1234.5), describe_hours(0.25), describe_hours(0)
     ('1,234', '0.250', '')
@@ -226,79 +228,78 @@ def describe_hours(hours: float) -> str:
 
 @click.command()
 @click.argument("arguments", nargs=-1, required=True, metavar="CONFIG [KEY=VALUE...]")
-# Each is compared with each, which takes 2 GB.
+# The limit keeps the matrix of all pairwise similarities below 2 GB.
 @click.option("--records", "size", type=click.IntRange(2, 10_000), default=1000, show_default=True,
-              help="Records to draw, in whole speaker groups.")  # fmt: skip
-@click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Of the draw.")
+              help="Number of records in the sample, which consists of whole speaker groups.")  # fmt: skip
+@click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Random seed of the sample.")
 @click.option("--max-wrong", type=click.FloatRange(0, 1), default=0.01, show_default=True,
-              help="Share of contexts that may be another speaker.")  # fmt: skip
+              help="Acceptable share of contexts from the wrong speaker.")  # fmt: skip
 @click.option("--rates/--no-rates", default=True, show_default=True,
-              help="Measure rates of the stages, for sharmill plan: write and encode the sample too.")  # fmt: skip
+              help="Also write and encode the sample, to measure rates for sharmill plan.")  # fmt: skip
 @json_option
 def calibrate(arguments: tuple[str, ...], size: int, seed: int, max_wrong: float, rates: bool) -> None:
-    """Try a sample, and advise on thresholds.
+    """Process a sample and recommend thresholds.
 
-    Speaker groups are drawn, checked, decoded and embedded. What is printed, and more, is written to calibration.json
-    in the run directory: contexts and wrong speakers at each threshold, rejects, formats and durations.
+    A random sample of speaker groups is checked, decoded and embedded. The results are printed, and written in full to
+    calibration.json in the run directory: contexts and wrong speakers at each threshold, rejects, formats, durations.
     """
     [config] = load_configs("calibrate", arguments, single=True)
     check_config(config, stages=())
     path, found = run_pilot(
         config, size=size, seed=seed, max_wrong=max_wrong, measure=rates,
-        device="cuda" if usable_gpus(config.executor.device) else "cpu", tell=lambda line: say(line, style="dim"),
+        device="cuda" if usable_gpus(config.executor.device) else "cpu", tell=lambda line: echo(line, style="dim"),
     )  # fmt: skip
     print_json(found)
     _print_calibration(found)
-    say(str(path))
+    echo(str(path))
 
 
 def _print_calibration(found: Calibration) -> None:
-    """Print the tables and the advice of a pilot."""
-    say(
+    """Print the tables and recommendations of a pilot."""
+    echo(
         f"pilot: {found.num_drawn:,} of {found.num_records:,} records, {found.num_groups:,} speaker groups, "
         f"{found.audio_seconds:,.0f} s of audio; seed {found.seed}"
     )
     if found.num_partial_groups:
-        say(
-            f"{found.num_partial_groups} groups are too large to be taken whole: contexts and wrong speakers are lower "
-            "bounds, since in the whole group there is more to choose from"
+        echo(
+            f"{found.num_partial_groups} groups are too large for the sample and were cut: the shares of contexts and "
+            "of wrong speakers are lower bounds, since a whole group has more candidates"
         )
     if found.advice is not None:
         _print_thresholds(found.advice, are_copies=found.max_similarity is not None)
     if found.max_similarity is not None:
-        say(
-            f"{found.near_copies} utterances would get a copy of themselves as context, stored with loss or at another "
-            f"level: set match.max_similarity={found.max_similarity:g}, and calibrate again",
+        echo(
+            f"{found.near_copies} utterances would get a copy of themselves as context, differing only in compression "
+            f"or level: set match.max_similarity={found.max_similarity:g} and calibrate again",
             style="yellow",
         )
     if found.rejects:
-        columns = ("stage", "reason", "records", "share", "one of them")
+        columns = ("stage", "reason", "records", "share", "example")
         rows = [(one.stage, one.reason, str(one.count), f"{one.share:.1%}", one.example[:100]) for one in found.rejects]
         print_table(
-            "records that would be rejected whatever the threshold is", columns, rows,
-            left=("stage", "reason", "one of them"),
+            "records rejected regardless of the threshold", columns, rows, left=("stage", "reason", "example")
         )  # fmt: skip
     formats = ", ".join(
-        f"{one.count:,} {one.format} of {one.sampling_rate} Hz{f' and {one.channels} channels' * (one.channels > 1)}"
+        f"{one.count:,} {one.format} at {one.sampling_rate} Hz{f' with {one.channels} channels' * (one.channels > 1)}"
         for one in found.formats
     )
-    say(f"audio: {formats or 'none'}")
+    echo(f"audio: {formats or 'none'}")
     if line := describe_cores({rate.name: rate.cores_per_gpu for rate in found.rates}):
-        say(line)
+        echo(line)
     if found.durations:
         listed = ", ".join(f"{float(share):.0%} {value:g}" for share, value in found.durations.items())
-        say(f"seconds, by share of utterances that are shorter: {listed}")
+        echo(f"duration percentiles in seconds: {listed}")
     if found.too_short_for_context:
-        say(f"{found.too_short_for_context:.1%} of the utterances cannot be contexts, by their duration")
+        echo(f"{found.too_short_for_context:.1%} of the utterances are too short to be contexts")
 
 
 def _print_thresholds(advice: Advice, *, are_copies: bool) -> None:
-    # Copies are similar at any threshold: one that fits is found without them.
+    # Copies are similar at any threshold, so no threshold is recommended before they are excluded.
     recommended = None if are_copies else advice.recommended
     rows = []
     for place, one in enumerate(advice.thresholds):
         chosen = one == recommended
-        # Those that do the same as the next printed one tell nothing.
+        # A threshold with the same result as the next printed one is left out.
         following = advice.thresholds[place + _PRINTED_STEP :][:1]
         is_repeated = any((one.context_share, one.wrong_share) == (n.context_share, n.wrong_share) for n in following)
         if chosen or (place % _PRINTED_STEP == 0 and not is_repeated):
@@ -306,14 +307,14 @@ def _print_thresholds(advice: Advice, *, are_copies: bool) -> None:
             note, style = ("recommended", "bold") if chosen else ("", "")
             cells = (f"{one.min_similarity:.2f}", f"{one.context_share:.1%}", wrong, most, note)
             rows.append([plain(cell, style=style) for cell in cells])
-    columns = ("min_similarity", "records with a context", "of these another speaker", "at most, 95 % sure", "")
+    columns = ("min_similarity", "records with context", "wrong speaker", "upper bound (95%)", "")
     print_table("contexts by match.min_similarity", columns, rows, left=("",), no_wrap=columns)
     if advice.misplaced is not None and advice.foreign is not None:
-        say(
-            f"labels: about {advice.misplaced:.1%} of the utterances stand in a group of another speaker, and "
-            f"{advice.foreign:.1%} of the others' candidates are of another"
+        echo(
+            f"labels: about {advice.misplaced:.1%} of the utterances are in the group of another speaker; for the "
+            f"remaining utterances, {advice.foreign:.1%} of the candidates are from another speaker"
         )
     if are_copies:
         return
     setting = "" if recommended is None else f"set match.min_similarity={recommended.min_similarity:g}: "
-    say(f"{setting}{advice.reason}")
+    echo(f"{setting}{advice.reason}")

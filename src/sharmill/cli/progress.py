@@ -1,4 +1,4 @@
-"""Progress of the stages of a run: bars in a terminal, or a line every 30 seconds into a file or a pipe."""
+"""Progress of a run's stages: bars in a terminal, or a line every 30 seconds in a file or pipe."""
 
 import math
 import os
@@ -23,14 +23,14 @@ _SECONDS_BETWEEN_VIEWS = 1.0
 
 
 class ProgressListener(Listener):
-    """A display of what the engine reports: a bar per stage in a terminal, plain lines elsewhere.
+    """Display of the engine's progress: a bar per stage in a terminal, plain lines otherwise.
 
     Args:
-        console: where to print; by default that of the command.
-        names: of the stages of the whole run, to say which one is at work; none for work that is no run of stages.
-        expected: seconds that stages are expected to take, by their names, as far as that is known.
-        seconds_between_lines: how often a line is printed where ``console`` is no terminal.
-        clock: seconds on a clock that never goes back.
+        console: console to print to; the command's console by default.
+        names: names of all stages of the run, to number the current stage; empty if the work is not a run of stages.
+        expected: expected seconds of stages by name; stages without a prediction are missing.
+        seconds_between_lines: seconds between printed lines if ``console`` is not a terminal.
+        clock: function that returns the seconds of a monotonic clock.
     """
 
     def __init__(
@@ -39,17 +39,17 @@ class ProgressListener(Listener):
     ) -> None:  # fmt: skip
         self._console = console = console or make_console()
         self._clock = clock
-        # The rounds of a step have one name.
+        # The rounds of a step share its name.
         self._names = list(dict.fromkeys(names))
         self._expected = expected or {}
-        # One of each stage so far, with the words that stand for its time. A thread draws them: they are replaced as a
-        # whole.
+        # The view of each stage so far, with a description of its time. Another thread draws them, so the pairs are
+        # replaced as a whole.
         self._views: list[tuple[StageView, str]] = []
         self._began = self._next_view = self._said = 0.0
         self._live = Live(
             console=console, get_renderable=self.render, refresh_per_second=4
         ) if console.is_terminal and not console.is_dumb_terminal else None  # fmt: skip
-        # Logs of continuous integration are read afterwards: one line for the beginning of a stage, one for its end.
+        # Continuous integration logs are read afterwards, so they get only a line at the start and end of a stage.
         between = math.inf if os.environ.get("CI") else 30.0
         self._seconds_between_lines = between if seconds_between_lines is None else seconds_between_lines
 
@@ -82,11 +82,11 @@ class ProgressListener(Listener):
     def looked(self, ranks: Sequence[RankProgress]) -> None:
         now = self._clock()
         if now >= self._next_view:
-            # The latest heartbeat has the time of the file system.
+            # The time of the latest heartbeat comes from the file system's clock, as do all other times of a view.
             newest = max((rank.written for rank in ranks), default=0.0)
             view = view_stage(self._stage, self._units, self._commits, ranks, newest)
             self._views[-1] = view, self._describe_left(view, now - self._began)
-            # That of 100,000 units takes a quarter of a second.
+            # Computing a view of 100,000 units takes a quarter of a second: at most 5 % of the time is spent on it.
             self._next_view = now + max(_SECONDS_BETWEEN_VIEWS, 20 * (self._clock() - now))
         if now - self._said >= self._seconds_between_lines:
             self._said = now
@@ -107,7 +107,7 @@ class ProgressListener(Listener):
             self._say(self._line())
 
     def _describe_left(self, view: StageView, elapsed: float) -> str:
-        """Return the time left; before it is known, the time so far, or what ranks do that have done nothing yet."""
+        """Return the time left. Before it is known, return the elapsed time, or what the ranks are waiting for."""
         if view.seconds_left is not None:
             return f"{describe_time(view.seconds_left)} left"
         if view.cost_done <= self._cost_before and not any(rank.ready for rank in view.ranks):
@@ -115,12 +115,12 @@ class ProgressListener(Listener):
         return f"for {describe_time(elapsed)}"
 
     def _place(self) -> str:
-        """Return which stage of how many is at work, or an empty string."""
+        """Return the number of the current stage and of all stages, or an empty string."""
         name = self._views[-1][0].name
         return f" (stage {self._names.index(name) + 1} of {len(self._names)})" if name in self._names else ""
 
     def _describe_run_left(self) -> str:
-        """Return the time left of the whole run, or an empty string in its last stage, and where nothing is known."""
+        """Return the time left of the whole run; an empty string in the last stage, or if no time is known."""
         view = self._views[-1][0] if self._views else None
         later = self._names[self._names.index(view.name) + 1 :] if view is not None and view.name in self._names else []
         if view is None or not later:
@@ -131,8 +131,8 @@ class ProgressListener(Listener):
         return describe_sum("run", [left, *(self._expected.get(name) for name in later)])
 
     def render(self) -> Table:
-        """Return the table of all stages so far, for the width of the console."""
-        # From this many columns on there is room for the rate and for long names.
+        """Return a table of all stages so far that fits the width of the console."""
+        # This many columns leave room for the rate and for long names.
         wide = self._console.width >= 110
         title = [self._place().strip(" ()") if self._views else "", self._describe_run_left()]
         table = make_table(", ".join(filter(None, title)) or None, expand=True)
@@ -155,7 +155,7 @@ class ProgressListener(Listener):
         return table
 
     def _line(self, place: str = "", run_left: str = "") -> str:
-        """Return the state of the current stage as one line."""
+        """Return the progress of the current stage as one line."""
         view, words = self._views[-1]
         parts = [
             f"{view.units_done}/{counted(view.units, 'unit')}", describe_amount(view), describe_rate(view),
@@ -169,11 +169,11 @@ class ProgressListener(Listener):
 
 
 def describe_amount(view: StageView, *, wide: bool = True) -> str:
-    """Return what is done and what there is in all, as in ``0.27/0.54 h``; of records only all unless ``wide``."""
+    """Return the finished and total amounts, as in ``0.27/0.54 h``; only the total for records unless ``wide``."""
     records = view.cost_unit == "records"
     return describe_cost(*((view.cost_done, view.cost) if wide or not records else (view.cost,)), records=records)
 
 
 def describe_rate(view: StageView) -> str:
-    """Return how much faster than real time audio is processed, or an empty string."""
-    return f"{view.rate:.0f} x real time" if view.rate and view.cost_unit != "records" else ""
+    """Return the processing speed relative to real time, or an empty string for records."""
+    return f"{view.rate:.0f}x real time" if view.rate and view.cost_unit != "records" else ""

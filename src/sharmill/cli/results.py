@@ -1,4 +1,4 @@
-"""The outcome of a run over one dataset, and of the checker, as they are printed."""
+"""Printed results: the summary of a run on one dataset, and the report of the checker."""
 
 from collections import Counter
 from pathlib import Path
@@ -8,14 +8,15 @@ from rich.text import Text
 
 from sharmill.cli.command import (
     describe_cost,
+    echo,
+    echo_all,
     plain,
     print_table,
-    say,
-    say_all,
 )
 from sharmill.engine.executor import StageResult
 from sharmill.engine.run_dir import RunDir
 from sharmill.engine.stage import StageRun, is_main
+from sharmill.errors import counted
 from sharmill.files.atomic import write_atomic
 from sharmill.pipeline import DatasetResult
 from sharmill.shar.fields import DATASET_FILE
@@ -23,7 +24,7 @@ from sharmill.validate.findings import INDEX, Report, encode_report
 
 _MAX_LINES: Final = 10
 _MAX_CHARACTERS: Final = 160
-# A larger share of records without a similar context is worth a look at the threshold.
+# Above this share of records without a similar context, the threshold should be reviewed.
 _MUCH_LOST: Final = 0.1
 _SHOWN_COUNTS: Final = (
     "shards", "cuts", "items clipped in writing", "files", "bytes", "items decoded", "seconds decoded",
@@ -33,13 +34,13 @@ _ACCOUNTS: Final = ("records found as cuts", "records found among the rejects", 
 
 
 def print_result(result: DatasetResult) -> None:
-    """Print the summary of a run over one dataset: accounts by stage, rejects by reason, failed units."""
+    """Print the summary of a run on one dataset: records by stage, rejects by reason, failed units."""
     columns = ("stage", "in", "out", "rejects", "processed", "target audio")
-    # A step has one row; a round of it that failed has its own.
+    # Each step has one row, and each failed round of a step has its own.
     shown = [(stage, outcome) for stage, outcome in result.stages if is_main(stage.kind) or outcome.totals is None]
     print_table(result.config.name, columns, [_accounts(stage, outcome) for stage, outcome in shown or result.stages])
-    say(
-        "processed: all audio that a stage handles, contexts included; target audio: the utterances that went on",
+    echo(
+        "processed: all audio of a stage, including contexts; target audio: the utterances that were kept",
         style="dim",
     )
     reasons: Counter[str] = Counter()
@@ -48,28 +49,28 @@ def print_result(result: DatasetResult) -> None:
         reasons.update({} if stage.rejects_keep_cut else found)
         if stage.rejects_keep_cut and found:
             listed = f"{sum(found.values())} {'cuts' if stage.counts == 'records' else 'segments'} without codes"
-            say(f"{stage.name}: {listed} (see {result.config.run_dir}/bad_codes.jsonl)", style="yellow")
+            echo(f"{stage.name}: {listed} (see {result.config.run_dir}/bad_codes.jsonl)", style="yellow")
     if reasons:
         listed = ", ".join(f"{reason} {count}" for reason, count in reasons.most_common())
-        say(f"rejects: {listed} (see {result.config.run_dir}/rejects.jsonl)")
+        echo(f"rejects: {listed} (see {result.config.run_dir}/rejects.jsonl)")
         share = reasons["no_similar_context"] / max(
             outcome.totals.num_in for _, outcome in result.stages if outcome.totals
         )
         if share > _MUCH_LOST:
-            say(f"{share:.0%} of the records have no similar context: check that the speakers are right; sharmill "
-                "calibrate finds a fitting match.min_similarity", style="yellow")  # fmt: skip
+            echo(f"{share:.0%} of the records have no similar context: check the speaker labels, or run sharmill "
+                "calibrate to choose match.min_similarity", style="yellow")  # fmt: skip
     for stage, outcome in result.stages:
         notes = outcome.totals.notes if outcome.totals else []
         for sentence in (*notes, *outcome.given_up[:_MAX_LINES]):
-            say(f"{stage.name}: {sentence}", style="yellow")
+            echo(f"{stage.name}: {sentence}", style="yellow")
         for error in list(outcome.failures.values())[:_MAX_LINES]:
-            say(f"{stage.name}: unit {error.index} failed: {error.message}", style="red")
+            echo(f"{stage.name}: unit {error.index} failed: {error.message}", style="red")
         if outcome.failures:
-            say(f"tracebacks: {stage.dir.failures}; run the same command again to retry what failed")
+            echo(f"tracebacks: {stage.dir.failures}; run the same command again to retry failed units")
 
 
 def result_paths(result: DatasetResult) -> dict[str, str]:
-    """Return the folders and files that a run has left, by what they are, and under ``next`` a command."""
+    """Return the folders and files of a run by description, and a recommended command as ``next``."""
     config, run_dir = result.config, RunDir(Path(result.config.run_dir))
     paths = {"run directory": config.run_dir}
     if run_dir.rejects.exists() and run_dir.rejects.stat().st_size:
@@ -89,7 +90,7 @@ def result_paths(result: DatasetResult) -> dict[str, str]:
 
 
 def _accounts(stage: StageRun, outcome: StageResult) -> list[str | Text]:
-    """Return the row of a stage."""
+    """Return the table row of a stage."""
     if outcome.totals is None:
         return [stage.name, "", "", plain("failed", style="red")]
     totals = outcome.totals
@@ -102,35 +103,36 @@ def _accounts(stage: StageRun, outcome: StageResult) -> list[str | Text]:
 
 
 def print_report(report: Report, json_file: str | None = None) -> None:
-    """Print findings by kind with the first examples, and what was checked, what could not be, and what mends it.
+    """Print findings by kind, each with examples and its remedy, and the checks that were and were not made.
 
-    The whole report goes to ``json_file``.
+    Args:
+        json_file: file for the whole report.
     """
     shown = (name for name in report.checked if name.startswith("cuts without "))
     names = [*(name for name in _SHOWN_COUNTS if name in report.checked), *shown]
     checked = ", ".join(f"{report.checked[name]:,.0f} {name}" for name in names)
     if not report.findings:
-        say("validation: no findings", style="green")
+        echo("validation: no findings", style="green")
     else:
-        say(f"validation: {report.errors} errors, {report.warnings} warnings", style="bold")
+        echo(f"validation: {counted(report.errors, 'error')}, {counted(report.warnings, 'warning')}", style="bold")
     for kind in report.kinds:
-        say(
-            f"{kind.severity}: {kind.code}, found {kind.count} times",
+        echo(
+            f"{kind.severity}: {kind.code}, {counted(kind.count, 'finding')}",
             style="red" if kind.severity == "error" else "yellow",
         )
         for row in [row for row in report.findings if row["code"] == kind.code][:3]:
             shard = "" if row["shard"] is None else f"shard {row['shard']}, "
             text = f"{shard}{row['where']}: {row['sentence']}"
-            say(f"  {text if len(text) <= _MAX_CHARACTERS else text[: _MAX_CHARACTERS - 3] + '...'}")
-        say(f"  what to do: {kind.to_do}")
-    say(f"checked: {checked}")
+            echo(f"  {text if len(text) <= _MAX_CHARACTERS else text[: _MAX_CHARACTERS - 3] + '...'}")
+        echo(f"  what to do: {kind.to_do}")
+    echo(f"checked: {checked}")
     if (expected := report.checked.get("records of the manifests")) is not None:
         found = ", ".join(f"{report.checked[name]:,.0f} {name.removeprefix('records ')}" for name in _ACCOUNTS)
-        say(f"accounted for: {expected:,.0f} records of the manifests: {found}")
-    say_all(f"not checked: {phrase}" for phrase in report.unchecked)
+        echo(f"accounted for: {expected:,.0f} records of the manifests: {found}")
+    echo_all(f"not checked: {phrase}" for phrase in report.unchecked)
     if report.units_to_repeat:
         units = Counter(unit.stage for unit in report.units_to_repeat)
         listed = ", ".join(stage if stage == INDEX else f"{count} of {stage}" for stage, count in units.items())
-        say(f"to be done again by --redo: {listed}")
+        echo(f"units that --redo would rebuild: {listed}")
     if json_file is not None:
         write_atomic(Path(json_file), encode_report(report))

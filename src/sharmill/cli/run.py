@@ -16,7 +16,9 @@ from sharmill.cli.command import (
     FAILED,
     FINDINGS,
     OK,
+    combine_exit_codes,
     current_name,
+    echo,
     is_override,
     json_option,
     make_console,
@@ -25,10 +27,8 @@ from sharmill.cli.command import (
     print_json,
     print_pairs,
     resolve_stages,
-    say,
     split_arguments,
     workers_option,
-    worst,
 )
 from sharmill.cli.progress import ProgressListener
 from sharmill.cli.results import print_report, print_result, result_paths
@@ -51,28 +51,28 @@ T = TypeVar("T")
 
 
 restart_option = click.option(
-    "--restart", is_flag=True, help="Begin the stages anew: discard their plans and remove their output."
+    "--restart", is_flag=True, help="Start the stages over: discard their plans and delete their output."
 )
 redo_option = click.option(
     "--redo",
     type=click.Path(path_type=str),
     metavar="FINDINGS.json",
-    help="Do the shards again that a validation names: what its --json wrote.",
+    help="Rebuild the shards listed in a validation report (written by validate --json).",
 )
 
 
 def conclude(results: Sequence[tuple[int, dict[str, Any]]]) -> int:
-    """Print the results of several datasets as JSON where that is asked for, and return their exit status."""
-    print_json([told for _, told in results])
-    return worst(status for status, _ in results)
+    """Print the results of datasets if ``--json`` was given, and return the combined exit status."""
+    print_json([result for _, result in results])
+    return combine_exit_codes(status for status, _ in results)
 
 
-def for_each(
+def for_each_dataset(
     items: Iterable[tuple[str, T]], step: Callable[[T], tuple[int, dict[str, Any]]]
 ) -> list[tuple[int, dict[str, Any]]]:
-    """Return the exit status of a step for each of several datasets, and what there is to tell of it.
+    """Call a function for each dataset, and return its exit statuses and JSON results.
 
-    An error is printed with the name of its dataset, and keeps no other from its turn.
+    An error is printed with the name of its dataset. The remaining datasets are still processed.
     """
     results = []
     for name, item in items:
@@ -85,7 +85,7 @@ def for_each(
 
 
 def command_line(*words: str) -> str:
-    """Return a command of sharmill as it can be typed anywhere, although its paths are relative to this folder."""
+    """Return a shell command that works in any folder, although its paths are relative to the current one."""
     return f"cd {shlex.quote(str(Path.cwd()))} && {shlex.join(['sharmill', *words])}"
 
 
@@ -93,21 +93,23 @@ def command_line(*words: str) -> str:
 @click.argument("arguments", nargs=-1, required=True, metavar="CONFIG... [STAGE...] [KEY=VALUE...]")
 @restart_option
 @redo_option
-@click.option("--workers", callback=parse_workers, help="Worker processes, as executor.workers: a number, or auto.")
+@click.option("--workers", callback=parse_workers, help="Worker processes, like executor.workers: a number, or auto.")
 @click.option(
     "--take-over",
     is_flag=True,
-    help="Run where SLURM cannot be asked about submitted jobs; with --restart, also beside ranks that are at work.",
+    help="Run even if SLURM cannot be asked about submitted jobs; with --restart, even if workers are still running.",
 )
 @json_option
 def run(
     arguments: tuple[str, ...], restart: bool, redo: str | None, workers: int | Literal["auto"] | None, take_over: bool
 ) -> int:
-    """Run all stages, or those named, for datasets. Where that is under way already, more ranks are added.
+    """Run all or the named stages for one or more datasets.
+
+    If the run is already in progress, add workers to it.
 
     CONFIG is a YAML file. STAGE is prepare, match (stage1), write (stage2), encode (stage3) or validate; a dataset
-    without contexts (match: null) has no stage match.
-    KEY=VALUE overrides the configuration, as in match.min_similarity=0.7.
+    without contexts (match: null) has no stage match. KEY=VALUE overrides a configuration key, as in
+    match.min_similarity=0.7.
     """
     paths, overrides, names = split_arguments(arguments)
     stages = resolve_stages(names) or None
@@ -115,18 +117,18 @@ def run(
         overrides.append(f"executor.workers={workers}")
     configs = [load_config(path, overrides) for path in paths]
     named = read_redo_report(redo, configs, restart=restart)
-    # As it can be typed anywhere: paths in configurations are relative to this folder.
+    # The commands must work in any folder, although paths in configurations are relative to the current one.
     commands = [command_line("run", str(Path(path).absolute()), *names, *overrides) for path in paths]
     return conclude(run_configs(configs, stages, restart=restart, redo=named, take_over=take_over, commands=commands))
 
 
-def warn_of_umask() -> None:
-    """Print a warning where anybody may write to what this process makes."""
+def warn_if_world_writable() -> None:
+    """Print a warning if the umask lets all users write to the files of this process."""
     mask = os.umask(0)
     os.umask(mask)
     if not mask & stat.S_IWOTH:
         click.echo(
-            f"Warning: anybody may write to the files of this run, since the umask is {mask:04o}: set umask 022",
+            f"Warning: all users may write to the files of this run, since the umask is {mask:04o}: set umask 022",
             err=True,
         )
 
@@ -135,10 +137,13 @@ def run_configs(
     configs: Sequence[Config], stages: Sequence[str] | None, *, restart: bool = False, redo: Report | None = None,
     take_over: bool = False, commands: Sequence[str] = (), joins: bool = False, json_file: str | None = None,
 ) -> list[tuple[int, dict[str, Any]]]:  # fmt: skip
-    """Run stages, None for all, of the datasets one after the other; return their exit statuses and outcomes.
+    """Run stages of one dataset after another, and return their exit statuses and JSON results.
 
-    Each of ``commands`` goes on with one of them. With ``joins`` they are gone on with as they were begun elsewhere.
-    The report of the checker goes to ``json_file``.
+    Args:
+        stages: kinds of stages; None for all.
+        commands: for each dataset, the command that resumes its run.
+        joins: add workers to runs that were started elsewhere.
+        json_file: file for the report of the checker.
     """
 
     def run_one(pair: tuple[Config, str]) -> tuple[int, dict[str, Any]]:
@@ -165,21 +170,22 @@ def run_configs(
             "paths": paths,
         }  # fmt: skip
 
-    warn_of_umask()
+    warn_if_world_writable()
     pairs = list(zip(configs, commands or [""] * len(configs), strict=True))
     if len(pairs) == 1:
         return [run_one(pairs[0])]
-    # One dataset is checked by its own run; of several, a bad one must not show only after the others have run.
+    # A run checks its own configuration. With several datasets, all are checked first, so that an invalid configuration
+    # is reported before hours of work on other datasets.
     for config in configs:
         check_config(config, stages)
-    return for_each([(pair[0].name, pair) for pair in pairs], run_one)
+    return for_each_dataset([(pair[0].name, pair) for pair in pairs], run_one)
 
 
 def _run_with_progress(
     config: Config, stages: Sequence[str], *, restart: bool, redo: Report | None, take_over: bool, command: str,
     joins: bool,
 ) -> DatasetResult:  # fmt: skip
-    """Run stages of one dataset, and print progress, accounts and the path of the page."""
+    """Run stages of one dataset, and print the progress, the summary and the path of the report."""
     executor = JoiningExecutor(config.executor.workers, config.executor.device) if joins else None
     if redo is not None:
         config.executor.check(config)
@@ -190,7 +196,7 @@ def _run_with_progress(
             with disk_errors(Path(config.run_dir)):
                 expected = expect_seconds(config, make_stages(config))
         except SharmillError as error:
-            say(f"the time left of the whole run is not known: {error}", style="dim")
+            echo(f"the time left of the whole run is unknown: {error}", style="dim")
     with ProgressListener(
         names=[stage.name for stage in make_stages(config, stages) if is_main(stage.kind)], expected=expected
     ) as listener:
@@ -200,21 +206,24 @@ def _run_with_progress(
         )  # fmt: skip
     print_result(result)
     if result.ok and set(choose_stages(config)) <= set(stages):
-        say(report_on_run(config, make_stages(config), decode=True))
+        echo(report_on_run(config, make_stages(config), decode=True))
     return result
 
 
 def read_redo_report(path: str | None, configs: Sequence[Config], *, restart: bool) -> Report | None:
-    """Return the report that ``--redo`` names, or None without that option.
+    """Return the validation report given by ``--redo``; None if the option was not given.
 
     Raises:
-        ConfigError: it cannot be read, or is combined with several datasets or with ``--restart``.
+        ConfigError: the file cannot be read, or the option is combined with several datasets or with ``--restart``.
     """
     if path is None:
         return None
-    refuse((restart or len(configs) > 1, "--redo is for one configuration, and without --restart"), code="bad_usage")
+    refuse(
+        (restart or len(configs) > 1, "--redo takes one configuration, and cannot be combined with --restart"),
+        code="bad_usage",
+    )
     report = read_report(Path(path))
-    # Files of earlier versions name the round that puts codes into shards.
+    # Reports of earlier versions name the round that writes codes into shards.
     names = {name: display_name(current_name(name)) for name in sorted({unit.stage for unit in report.units_to_repeat})}
     units = {msgspec.structs.replace(unit, stage=names[unit.stage]) for unit in report.units_to_repeat}
     return msgspec.structs.replace(report, units_to_repeat=sorted(units))
@@ -227,15 +236,15 @@ def read_redo_report(path: str | None, configs: Sequence[Config], *, restart: bo
 def demo(directory: str, overrides: tuple[str, ...]) -> int:
     """Run all stages on a synthetic corpus.
 
-    Makes corpus, run directory, dataset and demo.yaml in DIRECTORY (default: demo).
+    Create the corpus, demo.yaml, the run directory and the dataset in DIRECTORY (default: demo).
     """
     if is_override(directory):
         directory, overrides = "demo", (directory, *overrides)
     require_writable(Path(directory))
-    config = make_demo(Path(directory), overrides, tell=say)
+    config = make_demo(Path(directory), overrides, tell=echo)
     status = conclude(run_configs([config], None))
     if status == OK:
-        # `make demo` calls it by its path, since its folder is not on PATH.
+        # `make demo` calls sharmill by its path, because its folder is not on PATH.
         command = "sharmill" if shutil.which("sharmill") else sys.argv[0]
         make_console().print(next_steps(config, command), markup=False, soft_wrap=True)
     return status
@@ -244,13 +253,14 @@ def demo(directory: str, overrides: tuple[str, ...]) -> int:
 @click.command("work")
 @click.argument("run_dir", type=click.Path(path_type=Path))
 @workers_option
-@click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), help="As executor.device.")
+@click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), help="Device, like executor.device.")
 @json_option
 def join_run(run_dir: Path, workers: int | Literal["auto"], device: str | None) -> int:
-    """Add ranks on this machine to a run, until it has ended.
+    """Add workers on this machine to a run.
 
-    A run is begun by sharmill run, sharmill submit or a job on Ray. Any number of these may be started, at any time,
-    by any scheduler: they share what is left, and whoever comes to the end of a stage first plans the next.
+    The command ends when the run ends. The run must have been started by sharmill run, sharmill submit or a Ray job.
+    Any scheduler may start any number of these commands at any time. They share the remaining work, and the first one
+    to complete a stage plans the next.
     """
     paths = RunDir(run_dir.resolve())
     given = None
@@ -259,15 +269,15 @@ def join_run(run_dir: Path, workers: int | Literal["auto"], device: str | None) 
         given = paths.read_request()
     if given is None:
         raise ConfigError(
-            f"no run has begun in {run_dir}: begin it with sharmill run or sharmill submit", code="no_run_dir"
+            f"no run has been started in {run_dir}: start it with sharmill run or sharmill submit", code="no_run_dir"
         )
     if not Path(given.folder).is_dir():
         raise ConfigError(
-            f"the run was begun in {given.folder}, at which the paths of its "
-            "configuration begin, and that cannot be seen here: work where it is mounted",
+            f"the paths of the configuration are relative to {given.folder}, which does not exist on this machine: run "
+            "this command on a machine that mounts this folder",
             code="no_run_dir",
         )
-    # The paths of its configuration are relative to it.
+    # The paths of the configuration are relative to this folder.
     os.chdir(given.folder)
     config = load_config(
         paths.config, [f"executor.workers={workers}", *([f"executor.device={device}"] if device else [])]
@@ -275,7 +285,7 @@ def join_run(run_dir: Path, workers: int | Literal["auto"], device: str | None) 
     own = Path(config.run_dir).resolve()
     if own != paths.path:
         raise ConfigError(
-            f"{paths.path} is the run directory {own}, copied or moved: name that, or begin a run here",
+            f"{paths.path} is a copy of the run directory {own}: name the original, or start a new run here",
             code="no_run_dir",
         )
     return conclude(run_configs([config], given.stages, commands=[given.command], joins=True))

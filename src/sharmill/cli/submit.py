@@ -1,4 +1,4 @@
-"""The command ``submit``: stages on a cluster."""
+"""The command ``submit``, which runs stages on a cluster."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -13,22 +13,22 @@ from sharmill.cli.command import (
     FINDINGS,
     OK,
     describe_cost,
+    echo,
+    echo_all,
     json_option,
     resolve_stages,
-    say,
-    say_all,
     split_arguments,
     verbose_option,
 )
 from sharmill.cli.run import (
     command_line,
     conclude,
-    for_each,
+    for_each_dataset,
     read_redo_report,
     redo_option,
     restart_option,
     run_configs,
-    warn_of_umask,
+    warn_if_world_writable,
 )
 from sharmill.config import load_config, load_typed
 from sharmill.engine.executor import Submitted
@@ -48,22 +48,23 @@ from sharmill.registry import require_package
 @click.command()
 @click.argument("arguments", nargs=-1, required=True, metavar="STAGE|all CONFIG... [KEY=VALUE...]")
 @click.option("--cluster", type=click.Choice(["slurm", "local", "debug"]), default="slurm", show_default=True,
-              help="slurm: job arrays; local: processes here; debug: in this process.")  # fmt: skip
-@click.option("--profile", type=click.Path(path_type=str), help="What ranks need: a YAML file in configs/clusters.")
+              help="slurm: job arrays; local: processes on this machine; debug: a single worker.")  # fmt: skip
+@click.option("--profile", type=click.Path(path_type=str), metavar="FILE",
+              help="YAML file with the resources of jobs; see configs/clusters.")  # fmt: skip
 @restart_option
 @redo_option
-@click.option("--take-over", is_flag=True, help="Submit although jobs may be left that nobody here can be asked about.")
-@click.option("--wait", is_flag=True, help="Wait until all datasets are done, and return how that ended.")
-@click.option("--dry-run", is_flag=True, help="Show what would be submitted, with the scripts; submit nothing.")
+@click.option("--take-over", is_flag=True, help="Submit even if jobs of an earlier submission cannot be checked.")
+@click.option("--wait", is_flag=True, help="Wait until all datasets are finished, and return their exit status.")
+@click.option("--dry-run", is_flag=True, help="Show the jobs and their scripts without submitting them.")
 @verbose_option
 @json_option
 def submit(
     arguments: tuple[str, ...], cluster: str, profile: str | None, restart: bool, redo: str | None,
     take_over: bool, wait: bool, dry_run: bool, verbose: bool,
 ) -> int:  # fmt: skip
-    """Run stages on a cluster, each dataset with jobs of its own.
+    """Submit stages to a cluster.
 
-    CONFIG, STAGE and KEY=VALUE are those of sharmill run.
+    Each dataset has its own jobs. CONFIG, STAGE and KEY=VALUE have the same meaning as for sharmill run.
     """
     paths, overrides, names = split_arguments(arguments)
     stages = None if names == ["all"] else resolve_stages(names)
@@ -71,7 +72,7 @@ def submit(
         (not names, "name a stage, or 'all'"),
         (
             dry_run and cluster != "slurm",
-            "--dry-run shows jobs of SLURM; sharmill plan CONFIG shows what is left to do here",
+            "--dry-run needs --cluster slurm: use sharmill plan CONFIG to show the remaining work on this machine",
         ),
         code="bad_usage",
     )
@@ -82,45 +83,47 @@ def submit(
     if cluster != "slurm":
         return conclude(run_configs(configs, stages, restart=restart, redo=named, take_over=take_over))
     require_package("submitit")
-    warn_of_umask()
+    warn_if_world_writable()
     refuse(
         (
             dry_run and named is not None,
-            "--dry-run shows what is left to do; with --redo that would have to be taken back first",
+            "--dry-run cannot be combined with --redo, which first has to discard the listed shards: leave one out",
         ),
         code="bad_usage",
     )
     loaded = load_typed(ClusterProfile, profile) if profile else ClusterProfile()
     if loaded.max_parallel_all is not None:
-        # Each has an equal share of the ranks that run at once.
+        # The limit on parallel ranks is divided equally among the datasets.
         loaded = replace(loaded, max_parallel_all=max(1, loaded.max_parallel_all // len(configs)))
     profile_file = str(Path(profile).absolute()) if profile else ""
     options = ["--profile", profile_file] if profile else []
     runs = []
     for path, config in zip(paths, configs, strict=True):
-        # As it can be typed anywhere: paths in configurations are relative to this folder.
+        # The command must work in any folder, although paths in configurations are relative to the current one.
         again = command_line("submit", *(names or ["all"]), str(Path(path).absolute()), *overrides, *options)
         run = DatasetRun(config, tuple(choose_stages(config, stages)))
         runs.append((run, SlurmExecutor(run, loaded, again, profile_file, restart=restart, take_over=take_over)))
     if dry_run:
         pairs = [(run.name, (run, jobs)) for run, jobs in runs]
-        return conclude(for_each(pairs, lambda pair: _show_submission(*pair, verbose=verbose)))
+        return conclude(for_each_dataset(pairs, lambda pair: _show_submission(*pair, verbose=verbose)))
     if named is not None:
         take_back(configs[0], named, choose_stages(configs[0], stages), take_over=take_over)
-    results = for_each([(run.name, jobs) for run, jobs in runs], _start)
+    results = for_each_dataset([(run.name, jobs) for run, jobs in runs], _start)
     if wait:
         started = [(run.name, (jobs, result)) for (run, jobs), result in zip(runs, results, strict=True)]
-        results = for_each(started, lambda pair: _finish(*pair))
+        results = for_each_dataset(started, lambda pair: _finish(*pair))
     return conclude(results)
 
 
 def _show_submission(run: DatasetRun, jobs: SlurmExecutor, *, verbose: bool) -> tuple[int, dict[str, Any]]:
-    """Print and return all jobs that are known now, with their sbatch scripts: those of the first stage of a dataset
-    that has something to do. What comes after it depends on its outcome; of later stages only the resource is known."""
+    """Print and return the jobs of the first unfinished stage of a dataset, with their sbatch scripts.
+
+    The jobs of later stages depend on the outcome of this one, so only their resource is known.
+    """
     config = run.config
     check_config(config, run.stages)
     if config.append_to is not None and run.is_whole:
-        say(f"{config.name}: once all stages are done, its shards are appended to {config.append_to}")
+        echo(f"{config.name}: after all stages, its shards are appended to {config.append_to}")
     left: list[tuple[StageRun, list[Unit]]] = []
     for stage in run.make_stages():
         units, done = read_or_preview_units(stage, restart=jobs.restart) if not left else ([], {})
@@ -128,7 +131,7 @@ def _show_submission(run: DatasetRun, jobs: SlurmExecutor, *, verbose: bool) -> 
         if missing or left:
             left.append((stage, missing))
     if not left:
-        say(f"{config.name}: no unit is left to be submitted")
+        echo(f"{config.name}: nothing left to submit")
         return OK, {"name": config.name, "stage": None, "balance": [], "scripts": [], "later": []}
     (stage, units), *behind = left
     num_ranks = 0 if jobs.workers_in_job(stage, units) else jobs.num_ranks(stage, units)
@@ -136,25 +139,25 @@ def _show_submission(run: DatasetRun, jobs: SlurmExecutor, *, verbose: bool) -> 
     later = []
     for following in [stage for stage, _ in behind if verbose or is_main(stage.kind)]:
         may_be_own = following.resource == "cpu" and jobs.profile.driver_units
-        own = ", or no rank if the advance job itself does it" if may_be_own else ""
+        own = ", or none if the driver job processes the units itself" if may_be_own else ""
         most = f"at most {counted(jobs.ranks_of(following).max_ranks, f'{following.resource} rank')}"
         later.append(f"{following.key if verbose else following.name}, later: {most}{own}")
     scripts = jobs.scripts(stage, num_ranks)
-    say_all(f"{config.name}, {stage.name}: {line}" for line in balance)
+    echo_all(f"{config.name}, {stage.name}: {line}" for line in balance)
     for script in scripts:
-        say_all(script.split("\n"))
-    say_all(f"{config.name}, {line}" for line in later)
+        echo_all(script.split("\n"))
+    echo_all(f"{config.name}, {line}" for line in later)
     return OK, {"name": config.name, "stage": stage.name, "balance": balance, "scripts": scripts, "later": later}
 
 
 def _describe_balance(stage: StageRun, units: Sequence[Unit], jobs: SlurmExecutor, num_ranks: int) -> list[str]:
-    """Return sentences about the units of a stage: who does them, and what waits for whom."""
-    behind = "the job behind it, which runs only if that fails (afternotok)"
+    """Return sentences about the jobs of a stage: the ranks, their load, and the jobs that wait for them."""
+    backup = "a backup driver job, which runs only if that fails (afternotok)"
     if not num_ranks:
         return [
-            f"{counted(len(units), 'unit')}, which the advance job itself does, on "
+            f"{counted(len(units), 'unit')} in the driver job itself, on "
             f"{counted(jobs.workers_in_job(stage, units), 'worker')}",
-            f"then {behind}",
+            f"then {backup}",
         ]
     loads = [sum(unit.cost for unit in part) for part in pack_units(units, num_ranks)]
     balance = f", balance {sum(loads) / len(loads) / max(loads):.0%}" if max(loads) else ""
@@ -163,25 +166,25 @@ def _describe_balance(stage: StageRun, units: Sequence[Unit], jobs: SlurmExecuto
         f"{counted(len(units), 'unit')} ({cost}) on {counted(num_ranks, f'{stage.resource} rank')}; at most "
         f"{min(jobs.max_parallel(stage), num_ranks)} run at once",
         f"{min(loads):.1f} to {max(loads):.1f} {stage.cost_unit} per rank{balance}",
-        f"then the advance job, once the ranks have ended (afterany), then {behind}",
+        f"then the driver job, after all ranks have ended (afterany), then {backup}",
     ]
 
 
 def _start(jobs: SlurmExecutor) -> tuple[int, dict[str, Any]]:
-    """Submit what is left of a dataset."""
+    """Submit the remaining work of a dataset."""
     name, outcome = jobs.dataset.name, jobs.start()
-    say(f"{name}: {outcome.message}")
+    echo(f"{name}: {outcome.message}")
     if isinstance(outcome, Submitted):
         return OK, {"name": name, "state": "waiting", "message": outcome.message, "jobs": outcome.jobs}
     return _describe_end(name, outcome)
 
 
 def _finish(jobs: SlurmExecutor, started: tuple[int, dict[str, Any]]) -> tuple[int, dict[str, Any]]:
-    """Wait for the end of what was submitted."""
+    """Wait until the submitted run of a dataset ends."""
     if started[1].get("state") != "waiting":
         return started
     name, end = jobs.dataset.name, wait_for_end(jobs.run_dir)
-    say(f"{name}: {end.state}: {end.message}")
+    echo(f"{name}: {end.state}: {end.message}")
     return _describe_end(name, end)
 
 

@@ -1,4 +1,4 @@
-"""The command ``validate``: the checker alone."""
+"""The command ``validate``, which runs only the checker."""
 
 import tempfile
 from pathlib import Path
@@ -9,10 +9,10 @@ import click
 from sharmill.cli.command import (
     FINDINGS,
     OK,
+    combine_exit_codes,
     load_configs,
     parse_pairs,
     workers_option,
-    worst,
 )
 from sharmill.cli.progress import ProgressListener
 from sharmill.cli.results import print_report
@@ -32,15 +32,17 @@ from sharmill.validate.stage import Subject, ValidateConfig, ValidateStage
 
 @click.command()
 @click.argument("arguments", nargs=-1, required=True, metavar="DATASET | URL | CONFIG... [KEY=VALUE...]")
-@click.option("--deep", is_flag=True, help="Decode every audio item as well.")
-@click.option("--recheck-codes", default="0", metavar="SHARE", help="Encode this share of the segments again: 0.1%.")
+@click.option("--deep", is_flag=True, help="Also decode every audio item.")
+@click.option(
+    "--recheck-codes", default="0", metavar="SHARE", help="Encode this share of the segments again, as in 0.1%."
+)
 @click.option("--codec-model", "models", multiple=True, metavar="CODEC=MODEL", callback=parse_pairs,
               help="Model of a codec, for --recheck-codes.")  # fmt: skip
 @click.option("--against", multiple=True, metavar="MANIFEST",
-              help="Account for every record of this manifest, or table of a record's keys.")  # fmt: skip
-@click.option("--rejects", multiple=True, metavar="FILE", help="rejects.jsonl of the run directory, for --against.")
+              help="Check that every record of this manifest or table was written or rejected.")  # fmt: skip
+@click.option("--rejects", multiple=True, metavar="FILE", help="rejects.jsonl of a run directory, for --against.")
 @click.option("--audio-root", "audio_roots", multiple=True, metavar="DIR",
-              help="What absolute paths in the manifests lie below, for --against.")  # fmt: skip
+              help="Root of absolute paths in the manifests, for --against.")  # fmt: skip
 @click.option("--json", "json_file", type=click.Path(path_type=str), help="Write the whole report to this file.")
 @workers_option
 def validate(
@@ -49,12 +51,13 @@ def validate(
 ) -> int:  # fmt: skip
     """Check a finished dataset.
 
-    DATASET is its directory, or its URL (https://, s3://, gs:// or ais://), whose files go through ~/.cache/sharmill;
-    for a CONFIG it is that of the configuration, checked on the executor that this names.
-    Exit status 3 means errors; warnings alone leave it at 0.
+    DATASET is a dataset directory or its URL (https://, s3://, gs:// or ais://), whose files are cached in
+    ~/.cache/sharmill. With a CONFIG, check the dataset of the configuration with the configured executor.
+
+    Exit status 3 means that there are errors. Warnings alone do not change the exit status.
     """
     if json_file is not None:
-        refuse((Path(json_file).is_dir(), f"--json {json_file} is a folder; name a file"), code="bad_usage")
+        refuse((Path(json_file).is_dir(), f"--json {json_file} is a folder: name a file"), code="bad_usage")
         require_writable(Path(json_file).parent)
     try:
         level = ValidateConfig(deep=deep, recheck_codes=recheck_codes, codec_models=models)
@@ -64,7 +67,7 @@ def validate(
         refuse(
             (
                 against or rejects or audio_roots,
-                "--against, --rejects and --audio-root are for a dataset directory; a configuration knows its own: "
+                "--against, --rejects and --audio-root are for dataset directories: with a configuration, use "
                 "validate.against_sources=true",
             ),
             code="bad_usage",
@@ -75,18 +78,21 @@ def validate(
             "executor.workers": "" if workers == "auto" else str(workers),
         }
         configs = load_configs("validate", arguments, [f"{key}={value}" for key, value in given.items() if value])
-        refuse((json_file is not None and len(configs) > 1, "--json is for one configuration"), code="bad_usage")
+        refuse(
+            (json_file is not None and len(configs) > 1, "--json takes one configuration: leave out the others"),
+            code="bad_usage",
+        )
         for config in configs:
             _require_recheck(models, config.section(ValidateConfig))
-        return worst(status for status, _ in run_configs(configs, ["validate"], json_file=json_file))
+        return combine_exit_codes(status for status, _ in run_configs(configs, ["validate"], json_file=json_file))
     found = " ".join(arguments)
     refuse(
-        (len(arguments) > 1, f"'validate' takes one dataset, or configurations that end in .yaml: {found}"),
-        (not against and (rejects or audio_roots), "--rejects and --audio-root go with --against"),
+        (len(arguments) > 1, f"'validate' takes one dataset, or configurations ending in .yaml, not {found}"),
+        (not against and (rejects or audio_roots), "--rejects and --audio-root need --against: add it"),
         code="bad_usage",
     )
     _require_recheck(models, level)
-    # Only the records are read, and --audio-root says what absolute paths are below.
+    # Only the records are read, no audio, so the root in a source has no effect.
     sources = tuple(
         TableSource(table=name, delimiter=delimiter_of(name), audio_root=".")
         if unpacked_name(name).lower().endswith((".csv", ".tsv"))
@@ -106,5 +112,5 @@ def validate(
 
 
 def _require_recheck(models: dict[str, str], level: ValidateConfig) -> None:
-    """Raise ConfigError where models are named and nothing is encoded again."""
-    refuse((models and not level.recheck_share, "--codec-model goes with --recheck-codes"), code="bad_usage")
+    """Raise ConfigError if models are named although nothing is encoded again."""
+    refuse((models and not level.recheck_share, "--codec-model needs --recheck-codes: add it"), code="bad_usage")

@@ -1,4 +1,4 @@
-"""Configuration of one dataset: the dataclasses, and their reading from YAML with ``key=value`` overrides."""
+"""Configuration of one dataset: dataclasses, and functions that read them from YAML with ``key=value`` overrides."""
 
 from sharmill.config.loading import load_config, load_for_display, load_typed, resolve_stage, to_config, to_yaml
 from sharmill.config.schema import (

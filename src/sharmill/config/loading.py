@@ -1,6 +1,6 @@
-"""Reading of YAML into dataclasses, with ``key=value`` overrides and errors that name the file and the key.
+"""Functions that read YAML into dataclasses, with ``key=value`` overrides and errors that name the file and the key.
 
-Configurations of datasets, cluster profiles and the training example are read with these functions.
+They read the configurations of datasets, cluster profiles and the training example.
 """
 
 import dataclasses
@@ -27,12 +27,12 @@ _WORDS_OF_TYPES: Final = {
 }  # fmt: skip
 _LIMITS: Final = {"ge": "of at least", "gt": "above", "le": "of at most", "lt": "below"}
 _SHOWN_CHARACTERS: Final = 100
-# Limits of YAML that others may have written.
+# Limits for untrusted YAML.
 _MAX_BYTES: Final = 1 << 20
 _MAX_DEPTH: Final = 100
-# At the top: keys whose texts may have several lines, and sources, which check their own.
+# Top-level keys whose texts may have several lines, and sources, which check their own texts.
 _UNCHECKED = ("speaker_key", "setup", "sources")
-# C0 and C1 but the tab, and what ends lines in Unicode.
+# C0 and C1 control characters except the tab, and Unicode line separators.
 _CONTROL = re.compile("[\x00-\x08\x0a-\x1f\x7f-\x9f\u2028\u2029]")
 
 
@@ -40,7 +40,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     """Read the configuration of a dataset from a YAML file.
 
     Args:
-        path: the file.
+        path: the YAML file.
         overrides: ``key=value`` texts that replace values of the file, such as ``match.min_similarity=0.7``.
 
     Raises:
@@ -54,16 +54,16 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 
 
 def load_for_display(path: Path) -> Config:
-    """Read the configuration that a run has stored, to show the run: a stand-in takes the place of its sources.
+    """Read the stored configuration of a run to display the run.
 
-    The type of a source may name code of another package, which is not imported to show progress; so may a model, whose
-    options are left out, and an executor. Of other packages only stages that are installed here are imported. Keys of
-    other versions are left out. References are not resolved, since others may have written the file.
+    Another user may have written the file, so references are not resolved, and no code that it names is imported,
+    except installed stages of other packages. Sources are replaced by a placeholder, and executors of other packages by
+    the default. Options of models and keys of other versions are left out.
     """
     values, references = _read_merged(path, (), for_display=True)
     if _executor_name(values) not in EXECUTORS.own:
         del values["executor"]
-    # Stages of packages that are not installed here, or broken, cannot be shown.
+    # Stages of packages that are missing or broken here cannot be displayed.
     for key in _added_stages(values):
         if not STAGES.can_load(key):
             del values[key]
@@ -72,17 +72,17 @@ def load_for_display(path: Path) -> Config:
 
 
 def load_typed(kind: type[Loaded], path: str | Path, overrides: Sequence[str] = ()) -> Loaded:
-    """Read a YAML file as the dataclass ``kind``, with the overrides, checks and errors of ``load_config``."""
+    """Read a YAML file into the dataclass ``kind``, with the overrides, checks and errors of ``load_config``."""
     values, references = _read_merged(Path(path), overrides)
     return _to_typed(kind, values, str(path), references)
 
 
 def to_config(values: dict[str, Any], origin: str) -> Config:
-    """Make a configuration from plain values.
+    """Create a configuration from plain values.
 
     Args:
-        values: what a YAML file would contain.
-        origin: where the values came from; error messages begin with it.
+        values: the values as in a YAML file.
+        origin: name of the source of the values, with which error messages begin.
 
     >>> source = {"manifest": "manifest.json", "audio_root": "audio"}
     >>> config = to_config({"name": "a", "run_dir": "run", "dataset_dir": "data", "sources": [source]}, "example")
@@ -93,9 +93,9 @@ def to_config(values: dict[str, Any], origin: str) -> Config:
 
 
 def to_yaml(config: Config) -> bytes:
-    """Return the whole configuration, defaults included, as YAML that ``load_config`` reads.
+    """Return the whole configuration with defaults as YAML that ``load_config`` can read.
 
-    References are written as they were, since the environment may hold secrets.
+    References to the environment are not resolved, since it may contain secrets.
     """
     from omegaconf import OmegaConf
 
@@ -103,7 +103,7 @@ def to_yaml(config: Config) -> bytes:
 
 
 def to_plain(value: Any) -> Any:
-    """Return a configuration as plain values, with options and sections beside other keys as in its file."""
+    """Return a configuration as plain values in the layout of its file, with options and sections as ordinary keys."""
     if isinstance(value, list):
         return [to_plain(item) for item in value]
     if isinstance(value, dict):
@@ -119,10 +119,10 @@ def to_plain(value: Any) -> Any:
 
 
 def _options_of(owner: Any) -> str:
-    """Return the field of a section that has the options of its model, or nothing where it names none.
+    """Return the name of the field that holds the options of a section's model; an empty string if there is none.
 
-    The options lie beside its keys; ``options_of`` of its class is the registry of such models and the key that names
-    one.
+    In a file, the options are ordinary keys of the section. The attribute ``options_of`` of the section's class holds
+    the registry of the models, and the key that names the model.
     """
     return "options" if hasattr(owner, "options_of") else ""
 
@@ -130,9 +130,10 @@ def _options_of(owner: Any) -> str:
 def _read_merged(
     path: Path, overrides: Sequence[str], *, for_display: bool = False
 ) -> tuple[dict[str, Any], References]:
-    """Return the values of a file with the overrides, and the references among them.
+    """Return the values of a file after the overrides, and their references.
 
-    For a display, the file may be one that others wrote: nothing in it is resolved.
+    Args:
+        for_display: treat the file as untrusted, and resolve no references.
     """
     from omegaconf import DictConfig, ListConfig, OmegaConf
     from omegaconf.errors import OmegaConfBaseException
@@ -149,10 +150,11 @@ def _read_merged(
         for override in overrides:
             key, _, text = override.partition("=")
             plain, (section, dot, _) = OmegaConf.to_container(config), key.partition(".")
-            # Null leaves out all that it is about.
+            # A section that is null has no keys.
             if dot and isinstance(plain, dict) and plain.get(section, "") is None:
                 raise ConfigError(
-                    f"{path}: {override}: {section} is null; leave this out, or null", code="bad_config_value"
+                    f"{path}: {override}: {section} is null: remove either the override or the null",
+                    code="bad_config_value",
                 )
             _require_entry(plain, key, f"{path}: {override}")
             new, is_list = _parse_override(key, text), OmegaConf.is_list(OmegaConf.select(config, key))
@@ -163,21 +165,23 @@ def _read_merged(
         if for_display:
             values, references = References.unresolved(values)
         else:
-            references = References.of(values)
+            references = References.from_values(values)
             values = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
     except FileNotFoundError as error:
-        raise ConfigError(f"there is no configuration file {path}", code="bad_config_file") from error
+        raise ConfigError(
+            f"configuration file {path} does not exist: correct the path", code="bad_config_file"
+        ) from error
     except (OSError, UnicodeDecodeError, NotRegularError) as error:
         raise ConfigError(f"cannot read {path}: {error}", code="bad_config_file") from error
     except yaml.MarkedYAMLError as error:
         mark, problem = error.problem_mark, " ".join((error.problem or "").split())
-        where = f"line {mark.line + 1}, column {mark.column + 1}: {problem}; look at this line and the one before it"
+        where = f"line {mark.line + 1}, column {mark.column + 1}: {problem}; check this line and the line before it"
         raise ConfigError(f"{path} is not valid YAML: {where}", code="bad_config_file") from error
     except yaml.YAMLError as error:
         raise ConfigError(f"{path} is not valid YAML: {one_line(error)}", code="bad_config_file") from error
     except RecursionError as error:
         raise ConfigError(
-            f"{path}: values are nested too deeply, or contain themselves", code="bad_config_file"
+            f"{path}: values are nested too deeply or refer to themselves", code="bad_config_file"
         ) from error
     except (OmegaConfBaseException, ValueError, AttributeError, TypeError) as error:
         place, problem = getattr(error, "full_key", None), str(error).partition("\n")[0]
@@ -185,12 +189,12 @@ def _read_merged(
             problem = f"the environment variable {unset[1]} is not set"
         raise ConfigError(": ".join(filter(None, [str(path), place, problem])), code="bad_config_value") from error
     if not isinstance(values, dict):
-        raise ConfigError(f"{path}: a configuration is a mapping of keys to values", code="bad_config_file")
+        raise ConfigError(f"{path}: a configuration must be a mapping of keys to values", code="bad_config_file")
     return cast("dict[str, Any]", values), references
 
 
 def _replaced_keys(overrides: Iterable[tuple[str, str]]) -> Iterator[str]:
-    """Yield the keys of a file that are alternatives of a key that an override gives."""
+    """Yield the keys of a file that are replaced because an override sets an alternative of them."""
     given: dict[str, Any] = {}
     for key, text in overrides:
         value = _parse_override(key, text)
@@ -203,12 +207,12 @@ def _replaced_keys(overrides: Iterable[tuple[str, str]]) -> Iterator[str]:
 
 
 def _require_entry(values: Any, key: str, origin: str) -> None:
-    """Raise ConfigError where the key of an override names an entry that a list of these values does not have."""
+    """Raise ConfigError if the key of an override names a list entry that does not exist."""
     place = ""
     for part in re.findall(r"[^.\[\]]+", key):
         if isinstance(values, list) and not (part.isdecimal() and int(part) < len(values)):
             raise ConfigError(
-                f"{origin}: {place} is a list of {len(values)}, and its entries are named by numbers from 0, as in "
+                f"{origin}: {place} is a list with {len(values)} entries: name an entry by its number, starting with "
                 f"{place}.0",
                 code="unknown_key",
             )
@@ -217,32 +221,34 @@ def _require_entry(values: Any, key: str, origin: str) -> None:
 
 
 def load_untrusted_yaml(stream: IO[bytes], origin: str) -> dict[Any, Any]:
-    """Return the mapping in a YAML file that others may have written; ``origin`` names it in messages.
+    """Return the mapping in an untrusted YAML file, which messages call ``origin``.
 
     Raises:
-        ConfigError: it is larger than 1 MiB, nested deeper than 100 levels, has aliases, by which a few lines can stand
-            for more than memory holds, or is no mapping.
-        yaml.YAMLError: it is not YAML, or has tags of Python.
+        ConfigError: the file is larger than 1 MiB, nested deeper than 100 levels, or not a mapping; or it has aliases,
+            with which a few lines can expand to more than the memory.
+        yaml.YAMLError: the file is not YAML, or has Python tags.
     """
     data = stream.read(_MAX_BYTES + 1)
-    refuse((len(data) > _MAX_BYTES, f"{origin} is larger than 1 MiB: it is no configuration"), code="bad_config_file")
+    refuse(
+        (len(data) > _MAX_BYTES, f"{origin} is larger than 1 MiB: it is not a configuration"), code="bad_config_file"
+    )
     depth = 0
-    # By events, which the parser yields without recursion.
+    # The parser yields events without recursion, so deep nesting cannot exhaust the stack.
     for event in yaml.parse(data, Loader=yaml.SafeLoader):
         depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
         line = f"{origin}: line {event.start_mark.line + 1}"
         refuse(
-            (isinstance(event, yaml.AliasEvent), f"{line} has an alias, which no configuration that was stored has"),
-            (depth > _MAX_DEPTH, f"{line} has more than {_MAX_DEPTH} levels, which no configuration has"),
+            (isinstance(event, yaml.AliasEvent), f"{line} has an alias: it is not a configuration that sharmill wrote"),
+            (depth > _MAX_DEPTH, f"{line} has more than {_MAX_DEPTH} levels: it is not a configuration"),
             code="bad_config_file",
         )
     values = yaml.safe_load(data)
-    refuse((not isinstance(values, dict), f"{origin} is no mapping of keys to values"), code="bad_config_file")
+    refuse((not isinstance(values, dict), f"{origin} is not a mapping of keys to values"), code="bad_config_file")
     return cast("dict[Any, Any]", values)
 
 
 def _check_nulls(path: Path, root: yaml.Node | None) -> None:
-    """Raise ConfigError where an audio_root, or a stage, is empty or ~: its null has a meaning, and has to be said."""
+    """Raise ConfigError if an audio_root or a stage is empty or ~: a null with a meaning must be written as null."""
     top = _pairs(root)
     of_sources = (
         pair for key, value in top if key.value == "sources" for entry in value.value for pair in _pairs(entry)
@@ -256,9 +262,9 @@ def _check_nulls(path: Path, root: yaml.Node | None) -> None:
 
 
 def _remedy_of_null(key: str) -> str:
-    """Return what to write instead of an empty key whose null has a meaning; nothing of any other key."""
+    """Return advice for an empty key whose null is meaningful; an empty string for other keys."""
     if key == "audio_root":
-        return "name a folder, or write null to take absolute paths anywhere"
+        return "name a folder, or write null to accept absolute paths anywhere"
     section = STAGES.load_class(key).section if key in STAGES.own else None
     if section is None or section.presence != "unless_null":
         return ""
@@ -280,13 +286,14 @@ def _to_typed(
 
 
 def _make(kind: Any, value: Any, place: str, origin: str, *, for_display: bool = False) -> Any:
-    """Return the typed value of a key at a place such as ``sources[0]``.
+    """Return the typed value of a key at a path such as ``sources[0]``.
 
-    For a display, options of models and unknown keys are left out.
+    Args:
+        for_display: leave out unknown keys and options of models.
     """
     owner = _without_null(kind, value)
     form, kinds = get_origin(owner), get_args(owner)
-    # The type of sources is a tuple, with a class for each entry.
+    # The type of sources is a tuple of classes, one per entry.
     if isinstance(value, list) and (form is list or (form is tuple and all(map(dataclasses.is_dataclass, kinds)))):
         kinds = kinds * len(value) if form is list else kinds
         pairs = enumerate(zip(kinds, value, strict=True))
@@ -296,7 +303,7 @@ def _make(kind: Any, value: Any, place: str, origin: str, *, for_display: bool =
     try:
         if kind is bool and isinstance(value, str):
             value = _WORDS_OF_YAML.get(value, value)
-        # Not strict: a number may be quoted, overrides are text, and YAML takes 1e3 for text.
+        # The conversion is not strict, since a number may be quoted, overrides are texts, and YAML reads 1e3 as text.
         made = msgspec.convert(value, kind, strict=False)
         if isinstance(made, float) and not math.isfinite(made):
             raise msgspec.ValidationError(f"{made} is not finite")
@@ -306,7 +313,7 @@ def _make(kind: Any, value: Any, place: str, origin: str, *, for_display: bool =
 
 
 def _make_section(kind: Any, values: dict[Any, Any], place: str, origin: str, *, for_display: bool = False) -> Any:
-    """Return the dataclass that the keys of a mapping describe, with options and sections beside its own keys."""
+    """Return the dataclass described by a mapping, which may also contain options of a model or sections of stages."""
     types = _own_types(kind) if for_display and kind is not Config else _types_of(kind, values, _at(origin, place))
     if not for_display and (unknown := [key for key in values if key not in types]):
         raise _unknown_key(types, unknown[0], place, origin)
@@ -318,7 +325,7 @@ def _make_section(kind: Any, values: dict[Any, Any], place: str, origin: str, *,
     if kind is Config:
         made["sections"] = _make_sections(types, made, origin)
     elif options := made.keys() - fields:
-        # As the file has them, but for the texts of overrides.
+        # Options keep the values of the file; only texts, which may come from overrides, are converted.
         made[_options_of(kind)] = {key: made[key] if isinstance(values[key], str) else values[key] for key in options}
     made = {key: value for key, value in made.items() if key in fields}
     refuse(
@@ -336,7 +343,7 @@ def _make_section(kind: Any, values: dict[Any, Any], place: str, origin: str, *,
 
 
 def _make_sections(types: dict[str, Any], made: dict[str, Any], origin: str) -> dict[str, Any]:
-    """Return the sections of stages, in the order of the stages, with those that no key gives but all have."""
+    """Return the sections of stages, in the order of the stages; missing sections get defaults unless optional."""
     sections: dict[str, Any] = {}
     for key in (key for key in types if key not in get_type_hints(Config)):
         if key in made:
@@ -364,7 +371,7 @@ def _at(origin: str, place: str) -> str:
 
 
 def _check_controls(value: Any, origin: str, key: str) -> None:
-    """Raise ConfigError where a key or a text has control characters, but for the keys at the top whose texts may."""
+    """Raise ConfigError if a key or text contains control characters, except the texts of a few top-level keys."""
     if isinstance(value, dict):
         for name, child in value.items():
             check_one_line(str(name), f"{origin}: the key {name!r}")
@@ -378,29 +385,29 @@ def _check_controls(value: Any, origin: str, key: str) -> None:
 
 
 def check_one_line(text: str, what: str) -> None:
-    """Raise ConfigError where text has control characters: it would become lines of scripts, logs and manifests."""
+    """Raise ConfigError if text contains control characters, since it is written to lines of scripts and manifests."""
     if found := _CONTROL.search(text):
         raise ConfigError(
-            f"{what} has the control character {found[0]!r}: it must be one line of text", code="bad_config_value"
+            f"{what} contains the control character {found[0]!r}: use one line of plain text", code="bad_config_value"
         )
 
 
 def _own_types(kind: Any) -> dict[str, Any]:
-    """Return the types of the keys of a dataclass but for those that lie beside them."""
+    """Return the types of the keys of a dataclass, without the field for options or sections."""
     hints = get_type_hints(kind, include_extras=True)
     beside = "sections" if kind is Config else _options_of(kind)
     return {field.name: hints[field.name] for field in _key_fields(kind) if field.name != beside}
 
 
 def _key_fields(kind: Any) -> list[dataclasses.Field[Any]]:
-    """Return the fields of a dataclass that are keys of a configuration."""
+    """Return the fields of a dataclass that are configuration keys."""
     return [field for field in dataclasses.fields(kind) if field.metadata.get("is_key", True)]
 
 
 def _types_of(kind: type, values: Any, origin: str = "") -> dict[str, Any]:
-    """Return the types of the keys of a dataclass; those of a configuration depend on what its values name.
+    """Return the types of the keys of a dataclass; for a configuration they depend on its sources and executor.
 
-    The type of ``sources`` is a tuple of the classes of its entries; sections follow the keys that belong to no stage.
+    The type of ``sources`` is a tuple of classes, one per entry. The sections of stages follow the general keys.
     """
     found = _own_types(kind)
     if kind is not Config:
@@ -419,7 +426,7 @@ def _types_of(kind: type, values: Any, origin: str = "") -> dict[str, Any]:
                 isinstance(section, type) and issubclass(section, StageSection) and dataclasses.is_dataclass(section)
             ):
                 raise ConfigError(
-                    f"{origin}: the section of the stage {name!r} is no dataclass derived from StageSection",
+                    f"{origin}: the section of the stage {name!r} must be a dataclass derived from StageSection",
                     code="bad_plugin",
                 )
             by_presence: dict[str, Any] = {"always": section, "unless_null": section | None}
@@ -428,7 +435,7 @@ def _types_of(kind: type, values: Any, origin: str = "") -> dict[str, Any]:
 
 
 def _load(load: Callable[[str], Any], name: str, what: str) -> Any:
-    """Return what a registry loads; ``what`` begins the message of its errors."""
+    """Load a class from a registry; ``what`` is prepended to error messages."""
     try:
         return load(name)
     except ConfigError as error:
@@ -436,10 +443,10 @@ def _load(load: Callable[[str], Any], name: str, what: str) -> Any:
 
 
 def _added_stages(values: Any) -> list[str]:
-    """Return the keys of a configuration that name stages of other packages, as far as these are installed."""
+    """Return the keys of a configuration that name stages of other installed packages."""
     known = {*get_type_hints(Config), *STAGES.own}
     others = [key for key in values if key not in known] if isinstance(values, dict) else []
-    # It takes a look at every installed package.
+    # STAGES.names() scans all installed packages, so it is only called if necessary.
     names = STAGES.names() if others else ()
     return [key for key in others if key in names]
 
@@ -451,10 +458,10 @@ def _executor_name(values: Any) -> str:
 
 
 def _with_options(kind: Any, types: dict[str, Any], values: Any, origin: str) -> dict[str, Any]:
-    """Return the types of the keys of a section with those of the options of the model that its values name.
+    """Return the types of the keys of a section, with the options of its model.
 
     Raises:
-        ConfigError: there is no such model, or it has an option that is a key of the section.
+        ConfigError: the model does not exist, or one of its options has the name of a key of the section.
     """
     if not _options_of(kind) or values.keys() <= types.keys():
         return types
@@ -464,18 +471,18 @@ def _with_options(kind: Any, types: dict[str, Any], values: Any, origin: str) ->
     family = _load(registry.load, registry.split(str(name))[0], origin)
     options: dict[str, Any] = family.options() if hasattr(family, "options") else {}
     if taken := sorted(options.keys() & types):
-        raise ConfigError(f"{origin}: the model's option {taken[0]!r} is another key already", code="bad_plugin")
+        raise ConfigError(f"{origin}: the model's option {taken[0]!r} is already a key: rename it", code="bad_plugin")
     return types | options
 
 
 def _parse_override(key: str, text: str) -> Any:
-    """Return what the right side of an override stands for: null, YAML, or text, which the type of its key reads.
+    """Return the value of an override: null, a YAML value, or text, which is later converted to the type of the key.
 
-    Lists, mappings and quoted texts are YAML. ``name=0123`` is a name; ``speaker_key=[^/]+``, which is no YAML, and
-    ``{speaker}`` are texts.
+    Lists, mappings and quoted texts are parsed as YAML. All other values stay text, as in ``name=0123``; so do
+    ``speaker_key=[^/]+``, which is not valid YAML, and ``{speaker}``.
     """
     if text in ("", "~", "null"):
-        # Null has to be said where it has a meaning.
+        # A meaningful null must be spelled out, so an empty value or ~ is kept and causes an error.
         return text if text != "null" and _remedy_of_null(key.rpartition(".")[2]) else None
     is_mapping = text[0] == "{" and (text == "{}" or ": " in text)
     try:
@@ -485,7 +492,7 @@ def _parse_override(key: str, text: str) -> Any:
 
 
 def _without_null(kind: Any, value: Any = None) -> Any:
-    """Return the part of a union that a value may be a mapping or a list of; any other type as it is."""
+    """Return the dataclass or list type in a union that fits a value; return any other type unchanged."""
     if get_origin(kind) not in (Union, types.UnionType):
         return kind
     parts = get_args(kind)
@@ -494,12 +501,12 @@ def _without_null(kind: Any, value: Any = None) -> Any:
 
 
 def _unknown_key(types: dict[str, Any], key: Any, place: str, origin: str) -> ConfigError:
-    """Return the error about a key that has no type, with the key that may be meant: one of a section, too."""
+    """Return the error about an unknown key, with a suggestion, which may be a key of a section."""
     name = f"{place}.{key}" if place else f"{key}"
     meant = nearest(str(key), list(types))
     if place == "executor":
         kinds = [kind for kind in EXECUTORS.own if key in _own_types(EXECUTORS.load_class(kind))]
-        meant = f"; it is a key of the kind {' or '.join(kinds)}" if kinds else meant
+        meant = f"; it is a key of executor.kind {' or '.join(kinds)}" if kinds else meant
     elif not place:
         below = []
         for section, owner in types.items():
@@ -513,7 +520,7 @@ def _unknown_key(types: dict[str, Any], key: Any, place: str, origin: str) -> Co
 
 
 def _readable(kind: Any, value: Any, message: str, place: str) -> str:
-    """Return the place, the value that is wrong there, and what is allowed, or a message of msgspec about a part."""
+    """Return a message with the path, the wrong value, and the allowed values or msgspec's explanation."""
     text, _, where = message.partition(" - at `$")
     text = f"allowed: {', '.join(_allowed(kind))}"
     if where:
@@ -524,7 +531,7 @@ def _readable(kind: Any, value: Any, message: str, place: str) -> str:
 
 
 def _allowed(kind: Any) -> list[str]:
-    """Return what values of a type are, in words of YAML."""
+    """Return descriptions of the values that a type allows, in YAML terms."""
     form, parts = get_origin(kind), get_args(kind)
     if form is Literal:
         return [str(value) for value in parts]
@@ -541,15 +548,15 @@ def _allowed(kind: Any) -> list[str]:
 
 
 def resolve_stage(name: str) -> str:
-    """Return the kind of a stage that is given by its name or its alias.
+    """Return the kind of a stage that is given by name or alias.
 
     Raises:
-        ConfigError: there is no such stage.
+        ConfigError: the stage does not exist.
 
     >>> resolve_stage("stage1")
     'match'
     """
     stage, names = STAGE_ALIASES.get(name, name), STAGES.names()
     if stage not in names:
-        raise ConfigError(f"there is no stage {name!r}{nearest(name, [*names, *STAGE_ALIASES])}", code="unknown_stage")
+        raise ConfigError(f"unknown stage {name!r}{nearest(name, [*names, *STAGE_ALIASES])}", code="unknown_stage")
     return stage

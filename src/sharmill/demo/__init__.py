@@ -1,4 +1,4 @@
-"""The demo: a synthetic corpus, and a configuration for it, with run and dataset in one folder."""
+"""Demo: a synthetic corpus, its configuration, and the folders of its run and dataset in one place."""
 
 from collections.abc import Callable, Sequence
 from importlib.resources import as_file, files
@@ -12,17 +12,21 @@ from sharmill.errors import ConfigError
 from sharmill.files.atomic import write_atomic
 from sharmill.files.checksums import checksum_bytes
 
-# The first line of demo.yaml, with the checksum of the others: it tells an edited file from one that may be replaced.
+# First line of demo.yaml, with the checksum of the remaining lines. It shows if a user has edited the file, which must
+# then not be replaced.
 _MARK: Final = "# Written by sharmill demo, with the checksum {}.\n"
 
 
 def make_demo(directory: Path, overrides: Sequence[str], tell: Callable[[str], None]) -> Config:
-    """Make the corpus in ``directory / "corpus"`` unless it is there, and return the configuration for it.
+    """Create the corpus in ``directory / "corpus"`` if necessary, and return its configuration.
 
-    The configuration is also written to ``directory / "demo.yaml"``. ``tell`` gets lines for the user.
+    The configuration is also written to ``directory / "demo.yaml"``.
+
+    Args:
+        tell: function that prints a line for the user.
 
     Raises:
-        ConfigError: ``demo.yaml`` was edited, or it or the folder of the corpus is something else.
+        ConfigError: ``demo.yaml`` was edited, or the folder contains other files.
     """
     paths = [
         f"run_dir={directory / 'run'}",
@@ -37,36 +41,40 @@ def make_demo(directory: Path, overrides: Sequence[str], tell: Callable[[str], N
     mark, _, rest = old.partition(b"\n")
     if old != text and mark + b"\n" != _MARK.format(checksum_bytes(rest)).encode():
         raise ConfigError(
-            f"{written} was edited, or is not this version's: run it with sharmill run {written}, move it away, or "
+            f"{written} was edited or written by another version: run it with sharmill run {written}, move it away, or "
             "choose another directory",
             code="foreign_output",
         )
-    tell(f"making a synthetic corpus in {directory / 'corpus'}")
+    tell(f"creating a synthetic corpus in {directory / 'corpus'}")
     corpus = make_corpus(directory / "corpus")
     tell(
-        f"{corpus.num_records} records, {corpus.num_bad_records} of them bad on purpose; "
+        f"{corpus.num_records} records, including {corpus.num_bad_records} deliberately bad ones; "
         f"{corpus.audio_seconds / 60:.1f} minutes of speech"
     )
     write_atomic(written, _MARK.format(checksum_bytes(text)).encode() + text)
     if any(codec.model == "builtin" for codec in config.section(EncodeConfig).codecs):
-        tell("note: the codec 'builtin' is a small one for trying out: its codes can be heard, but roughly")
+        tell("note: the codec 'builtin' is a small codec for demonstrations, with low audio quality")
     return config
 
 
 def next_steps(config: Config, command: str = "sharmill") -> str:
-    """Return what a user may do after the demo, as lines for the terminal; ``command`` is how sharmill is called."""
+    """Return suggestions for the user after the demo, as lines for the terminal.
+
+    Args:
+        command: the command with which sharmill can be called.
+    """
     context = ", cut.load_context_audio().shape" if config.has_contexts else ""
     return f"""
 What to do next
-- look at how the stages went:
+- show the progress and results of the stages:
     {command} status {config.run_dir}
 - read the dataset with lhotse, in Python:
     from sharmill.shar import open_shar
     cut = next(iter(open_shar("{config.dataset_dir}")))
     print(cut.id, cut.load_audio().shape{context})
 - use your own speech: copy {Path(config.run_dir).parent / "demo.yaml"} to my.yaml,
-  name your manifest, audio_root and folders in it, and
+  set manifest, audio_root and the folders in it, and run
     {command} plan my.yaml
     {command} run my.yaml
-  docs/getting_started.md says what a manifest is; docs/configuration.md has
-  every key."""
+  docs/getting_started.md explains manifests; docs/configuration.md lists
+  all keys."""

@@ -1,8 +1,8 @@
-"""The demo corpus: speech of a dozen synthetic speakers with a NeMo manifest and some bad records.
+"""Demo corpus: speech of a dozen synthetic speakers, with a NeMo manifest and some bad records.
 
-It is what ``sharmill demo`` and the end-to-end tests run on, and shows what real corpora have: FLAC and WAV,
-whole files and segments of long ones, optional keys, and one bad record of each kind, for the demo's rejects. Texts are
-in ``sentences.txt``.
+``sharmill demo`` and the end-to-end tests use this corpus. It has the features of real corpora: FLAC and WAV, whole
+files and segments of long files, optional keys, and one bad record of each kind. Its sentences are generated from
+``sentences.txt``.
 """
 
 import functools
@@ -24,7 +24,7 @@ from sharmill.demo.espeak import Espeak, VoiceSettings
 from sharmill.errors import ConfigError, refuse
 from sharmill.files.atomic import make_folder, open_folder_atomic
 
-# Raised whenever the same arguments would give other files, so that an old corpus is not taken for a new one.
+# The version must be raised whenever the files of the corpus change, so that an old corpus is not reused.
 _VERSION: Final = 2
 _MANIFEST: Final = "manifest.json"
 _AUDIO_ROOT: Final = "audio"
@@ -36,20 +36,20 @@ _PAUSE_SECONDS: Final = 0.4
 Record = dict[str, Any]
 Samples = NDArray[Any]
 
-# Durations of an utterance in seconds; a sentence that comes out shorter or longer is replaced.
+# Limits on the duration of an utterance in seconds; sentences outside the limits are replaced.
 _MIN_DURATION: Final = 1.0
 _MAX_DURATION: Final = 12.0
 
 _LEVEL: Final = 0.08  # root mean square of the speech, relative to full scale
 _NOT_JSON: Final = '{"audio_filepath": "ada/ada_9999.flac", "duration": 3.2, "text": "this line was cut o'
 _SHORT_SAMPLES: Final = round(0.05 * Espeak.sampling_rate)
-# Half of the sentences are long: a context for a zero-shot model should last three seconds or more.
+# Half of the sentences are long, since a context for a zero-shot model should last at least three seconds.
 _LENGTHS: Final = ("long", "medium", "longest", "medium", "long", "short", "long", "medium")
 _MAX_WORDS: Final = 30
 _SLOT: Final = re.compile(r"\{(\w+)\}")
 
-# Rate, pitch and range of the pitch of each speaker. The variants were picked by measurement: among espeak's own, they
-# are the twelve whose closest pair is the least similar to the resemblyzer speaker encoder.
+# Rate, pitch and pitch range of each speaker. Among espeak's variants, these twelve are separated best by the speaker
+# encoder resemblyzer: of all selections of twelve, their most similar pair is the least similar.
 VOICES: Final[dict[str, VoiceSettings]] = {
     "ada": VoiceSettings("en-us+f5", 170, 54, 55),
     "ben": VoiceSettings("en+david", 175, 45, 50),
@@ -64,12 +64,12 @@ VOICES: Final[dict[str, VoiceSettings]] = {
     "kate": VoiceSettings("en-029+kaukovalta", 165, 50, 55),
     "liam": VoiceSettings("en-us+sandro", 175, 50, 50),
 }
-# The voice of a further speaker with a single utterance, for which there is no context.
+# Voice of an additional speaker with a single utterance, which therefore has no context.
 _SOLO_VOICE: Final = VoiceSettings("en-gb-scotland+m3", 170, 50, 50)
 
 
 class Speaker:
-    """A voice that says texts, each a little faster or slower."""
+    """Synthetic speaker, whose rate varies slightly between utterances."""
 
     def __init__(self, name: str, voice: VoiceSettings, espeak: Espeak, *, seed: int) -> None:
         self.name = name
@@ -79,9 +79,9 @@ class Speaker:
         self._rng = np.random.default_rng([seed, *name.encode()])
 
     def say(self, text: str) -> NDArray[np.int16] | None:
-        """Return speech for ``text``, shape (time,); None where it is not between the limits on the duration.
+        """Return speech for ``text``, shape (time,); None if its duration is outside the limits.
 
-        The n-th utterance of a speaker has its own rate, within 5 % of the voice's.
+        The rate is drawn for each utterance, within 5 % of the rate of the voice.
         """
         rate = round(self._voice.rate * self._rng.uniform(0.95, 1.05))
         speech = self._espeak.synthesize(text, replace(self._voice, rate=rate))
@@ -99,7 +99,7 @@ def make_speakers(espeak: Espeak, *, num_voices: int, seed: int) -> list[Speaker
 
 @dataclass(frozen=True)
 class SpokenText:
-    """Samples of shape (time,) that a speaker said, not yet on disk."""
+    """Synthesized speech with its text and speaker, before it is written to disk."""
 
     audio_root: Path
     speaker: Speaker
@@ -107,7 +107,7 @@ class SpokenText:
     samples: Samples
 
     def record(self, path: str) -> Record:
-        """Return a manifest record; ``path`` is relative to the audio root."""
+        """Return a manifest record with ``path``, which is relative to the audio root."""
         return {
             "audio_filepath": path,
             "duration": round(len(self.samples) / self.speaker.sampling_rate, 6),
@@ -116,19 +116,20 @@ class SpokenText:
         }
 
     def write(self, path: str) -> Record:
-        """Write the samples to a path relative to the audio root; return their record."""
+        """Write the samples to a path relative to the audio root, and return their record."""
         _write_audio(self.audio_root / path, self.samples, self.speaker.sampling_rate)
         return self.record(path)
 
 
 def _write_audio(path: Path, samples: Samples, sampling_rate: int) -> None:
-    """Write samples, shape (time,) or (time, channels), in the format that the suffix of ``path`` names."""
+    """Write samples, shape (time,) or (time, channels), in the format given by the suffix of ``path``."""
     path.parent.mkdir(parents=True, exist_ok=True)
     subtype = "FLOAT" if samples.dtype == np.float32 else "PCM_16"
     soundfile.write(path, samples, sampling_rate, subtype=subtype)
     if subtype == "FLOAT":
         content = bytearray(path.read_bytes())
-        # libsndfile puts the time of writing into this chunk: name, size, version, time, each of four bytes.
+        # libsndfile writes the current time into this chunk, which must be cleared to keep the corpus reproducible. The
+        # chunk consists of name, size, version and time, four bytes each.
         if (chunk := content.find(b"PEAK")) >= 0:
             content[chunk + 12 : chunk + 16] = bytes(4)
             path.write_bytes(content)
@@ -136,13 +137,13 @@ def _write_audio(path: Path, samples: Samples, sampling_rate: int) -> None:
 
 @dataclass(frozen=True)
 class _Defect:
-    """A kind of bad record, made of good speech.
+    """Kind of bad record, derived from good speech.
 
     Args:
-        path: of its file, relative to the audio root; ``{0}`` is the speaker.
-        samples: what is written there of the good samples; None writes no file.
-        content: what becomes of the bytes of the file.
-        keys: the keys of the record that are not those of good speech.
+        path: path of the file, relative to the audio root; ``{0}`` is replaced by the speaker.
+        samples: function that changes the samples before they are written; None if no file is written.
+        content: function that changes the bytes of the file.
+        keys: function that returns keys of the record that differ from a good record.
     """
 
     path: str
@@ -151,7 +152,7 @@ class _Defect:
     keys: Callable[[SpokenText], dict[str, Any]] = lambda said: {}
 
     def make(self, said: SpokenText) -> Record:
-        """Write the file, and return the record."""
+        """Write the file if there is one, and return the record."""
         path = self.path.format(said.speaker.name)
         if self.samples is None:
             return said.record(path) | self.keys(said)
@@ -171,7 +172,7 @@ _MADE: Final[dict[str, _Defect]] = {
     "missing_file": _Defect("{0}/no_such_file.flac", samples=None),
     "not_audio": _Defect("{0}/{0}_not_audio.wav",
                         content=lambda file: b"<html><body>404 not found</body></html>\n" * 50),
-    # Cut off behind its header, which gives the full length, so that only decoding shows it.
+    # The header gives the full length, so that only decoding reveals the truncation.
     "truncated_flac": _Defect("{0}/{0}_truncated.flac",
                              content=lambda file: file[: int(len(file) * 0.4)]),
     "stereo": _Defect("{0}/{0}_stereo.wav",
@@ -182,7 +183,7 @@ _MADE: Final[dict[str, _Defect]] = {
     "bad_speaker_tag": _Defect("{0}/{0}_bad_speaker_tag.flac",
                               keys=lambda said: {"speaker": f"| Speaker:{said.speaker.name} |"}),
     "skipme": _Defect("{0}/{0}_skipme.flac", keys=lambda said: {"_skipme": 1}),
-    # A sound file, but outside the audio root.
+    # The file is valid audio, but outside the audio root.
     "outside_root": _Defect("../outside_root.flac"),
     "nan_samples": _Defect("{0}/{0}_nan.wav", samples=_with_nan),
     "too_short": _Defect("{0}/{0}_short.flac",
@@ -193,14 +194,14 @@ _SINGLE: Final = _Defect("{0}/{0}_only.flac")
 
 @dataclass(frozen=True)
 class CorpusSummary:
-    """The corpus that ``make_corpus`` made.
+    """Location and size of a demo corpus.
 
     Args:
-        manifest: the manifest, JSON lines.
-        audio_root: what the paths of the manifest are relative to.
-        num_records: lines of the manifest, the bad ones included.
-        num_bad_records: lines that no pipeline should let through.
-        audio_seconds: total duration of the good records.
+        manifest: the manifest, as JSON lines.
+        audio_root: the folder to which the paths of the manifest are relative.
+        num_records: number of lines in the manifest, including bad records.
+        num_bad_records: number of lines that a pipeline must reject.
+        audio_seconds: total duration of the good records in seconds.
     """
 
     manifest: Path
@@ -213,12 +214,12 @@ class CorpusSummary:
 def make_corpus(
     directory: Path, *, num_voices: int = 12, utterances_per_voice: int = 20, seed: int = 42
 ) -> CorpusSummary:
-    """Make the corpus in ``directory``, or find there the one made with the same arguments before.
+    """Create the corpus in ``directory``, unless it already contains a corpus made with the same arguments.
 
-    The files are the same, byte for byte, for the same arguments; the directory appears only when complete.
+    Equal arguments give identical files. The directory appears only when the corpus is complete.
 
     Raises:
-        ConfigError: an argument is out of range, espeak-ng is missing, or ``directory`` holds something else.
+        ConfigError: an argument is out of range, espeak-ng is missing, or ``directory`` contains other files.
     """
     arguments = {
         "version": _VERSION,
@@ -229,9 +230,9 @@ def make_corpus(
     refuse(
         (
             not 1 <= num_voices <= len(VOICES),
-            f"num_voices is {num_voices}; the demo corpus has 1 to {len(VOICES)} voices",
+            f"num_voices is {num_voices}; use 1 to {len(VOICES)}",
         ),
-        (utterances_per_voice < 2, f"utterances_per_voice is {utterances_per_voice}; a context needs 2 or more"),
+        (utterances_per_voice < 2, f"utterances_per_voice is {utterances_per_voice}; use at least 2, for contexts"),
     )
     marker = directory / _MARKER
     if not directory.exists() or (directory.is_dir() and not any(directory.iterdir())):
@@ -245,27 +246,28 @@ def make_corpus(
         summary = CorpusSummary(directory / _MANIFEST, directory / _AUDIO_ROOT, **totals)
     except (OSError, ValueError, LookupError, TypeError):
         raise ConfigError(
-            f"{directory} is not empty and holds no demo corpus, or a damaged one; remove it or choose another "
+            f"{directory} is not empty and does not contain an intact demo corpus: delete it or choose another "
             "directory",
             code="foreign_output",
         ) from None
     if made != arguments:
         raise ConfigError(
-            f"{directory} holds a demo corpus made with {made}, not {arguments}; remove it or choose another directory",
+            f"{directory} contains a demo corpus made with {made}, not {arguments}: delete it or choose another "
+            "directory",
             code="foreign_output",
         )
     return summary
 
 
 def _build(directory: Path, *, num_voices: int, utterances_per_voice: int, seed: int) -> dict[str, Any]:
-    """Write everything but the marker; return the totals of the summary."""
+    """Write all files except the marker, and return the totals of the summary."""
     espeak = Espeak()
     speakers = make_speakers(espeak, num_voices=num_voices, seed=seed)
     texts = sentences(seed=seed)
     rng = random.Random(seed)
 
     def speak(speaker: Speaker) -> SpokenText:
-        """Have a speaker say the next sentence that has the right length in this voice."""
+        """Return the next sentence whose duration is within the limits when this speaker says it."""
         while (samples := speaker.say(text := next(texts))) is None:
             pass
         return SpokenText(directory / _AUDIO_ROOT, speaker, text, samples)
@@ -273,7 +275,7 @@ def _build(directory: Path, *, num_voices: int, utterances_per_voice: int, seed:
     good: list[Record] = []
     for index, speaker in enumerate(speakers):
         own, suffix = [speak(speaker) for _ in range(utterances_per_voice)], ".wav" if index % 3 == 2 else ".flac"
-        # Every sixth speaker was recorded in sessions, the others utterance by utterance.
+        # Every sixth speaker has files with whole sessions, all other speakers have one file per utterance.
         if index % 6 == 1:
             good += _write_sessions(own, suffix=suffix)
         else:
@@ -281,7 +283,7 @@ def _build(directory: Path, *, num_voices: int, utterances_per_voice: int, seed:
             good += [said.write(f"{name}/{name}_{number:04d}{suffix}") for number, said in enumerate(own)]
     good = [_add_optional_keys(record, index, rng) for index, record in enumerate(good)]
 
-    # One of each kind, which ``demo_defect`` names; the one that is a text is no JSON.
+    # There is one bad record of each kind, which is named by ``demo_defect``; _NOT_JSON is a line that is not JSON.
     solo = speak(Speaker("solo", _SOLO_VOICE, espeak, seed=seed))
     bad: list[Record | str] = [
         defect.make(speak(speaker)) | {"demo_defect": name}
@@ -297,7 +299,7 @@ def _build(directory: Path, *, num_voices: int, utterances_per_voice: int, seed:
 
 
 def _write_sessions(utterances: list[SpokenText], *, suffix: str) -> list[Record]:
-    """Write several utterances into one long file, with pauses; return records that cut them out again."""
+    """Write utterances to long files with pauses in between, and return records of their segments."""
     records = []
     for first in range(0, len(utterances), _UTTERANCES_PER_SESSION):
         session = utterances[first : first + _UTTERANCES_PER_SESSION]
@@ -314,7 +316,7 @@ def _write_sessions(utterances: list[SpokenText], *, suffix: str) -> list[Record
 
 
 def _add_optional_keys(record: Record, index: int, rng: random.Random) -> Record:
-    """Return a record with keys that real corpora have on some of their records."""
+    """Return a record with optional keys, which only some records of real corpora have."""
     if index % 10 != 9:
         record = record | {"cer": round(rng.uniform(0.0, 0.025), 4)}
     if index % 3 == 0:
@@ -323,16 +325,16 @@ def _add_optional_keys(record: Record, index: int, rng: random.Random) -> Record
 
 
 def _write_manifest(path: Path, good: list[Record], bad: list[Record | str], rng: random.Random) -> None:
-    """Write the bad records scattered among the good; one that is a text is a line as it stands."""
+    """Write good records and randomly placed bad records; a bad record may be a line of text that is not JSON."""
     lines = [json.dumps(record) for record in good]
     for record in bad:
-        # Never the first line, so that the duplicate of the first record comes after it.
+        # The first line is excluded, so that the duplicate of the first record comes after the original.
         lines.insert(rng.randrange(1, len(lines) + 1), record if isinstance(record, str) else json.dumps(record))
     path.write_text("\n".join(lines) + "\n")
 
 
 def sentences(*, seed: int) -> Iterator[str]:
-    """Yield distinct sentences of 3 to 30 words without end, the same for the same seed.
+    """Yield an endless stream of distinct sentences of 3 to 30 words; equal seeds give equal sentences.
 
     >>> first = list(itertools.islice(sentences(seed=1), 100))
     >>> len(set(first)), first[0].endswith(".")
@@ -350,7 +352,7 @@ def sentences(*, seed: int) -> Iterator[str]:
 
 @functools.cache
 def _rules() -> dict[str, list[str]]:
-    """Return the alternatives of each rule, in the order of the file."""
+    """Return the alternatives of each grammar rule, in the order of the file."""
     rules: dict[str, list[str]] = {}
     alternatives: list[str] = []
     for line in (files("sharmill.demo") / "sentences.txt").read_text(encoding="utf-8").splitlines():
@@ -363,7 +365,7 @@ def _rules() -> dict[str, list[str]]:
 
 def _expand(template: str, rng: random.Random) -> str:
     used: set[str] = set()
-    # No phrase twice in one sentence: "Rosa and Rosa waited" is not what people say.
+    # A phrase is not repeated within a sentence, to avoid "Rosa and Rosa waited".
     while slot := _SLOT.search(template):
         text = rng.choice([text for text in _rules()[slot[1]] if text not in used])
         used.add(text)

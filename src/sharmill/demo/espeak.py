@@ -1,7 +1,7 @@
-"""Speech synthesis for the demo corpus: the few calls of libespeak-ng that it needs, through ctypes.
+"""Speech synthesis for the demo corpus, with the necessary calls of libespeak-ng through ctypes.
 
-The library and its data come from the wheel ``espeakng-loader``, which is imported only when an ``Espeak`` is
-made. Which voices there are in the corpus is decided in ``corpus``.
+The library and its data come from the package ``espeakng-loader``, which is imported when an ``Espeak`` object is
+created. The voices of the corpus are defined in ``corpus``.
 """
 
 import contextlib
@@ -35,10 +35,10 @@ _SynthCallback = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(ctypes.c_short), 
 
 @dataclass(frozen=True)
 class VoiceSettings:
-    """Settings of a voice, in espeak's own units.
+    """Settings of a voice, in the units of espeak.
 
     Args:
-        name: language and variant, such as ``en-us+f5``; the variants are files in ``voices/!v`` of the data.
+        name: language and variant, such as ``en-us+f5``; variants are files in ``voices/!v`` of espeak's data.
         rate: words per minute, 80 to 450.
         pitch: base pitch, 0 to 99.
         pitch_range: 0 (monotone) to 99.
@@ -51,10 +51,10 @@ class VoiceSettings:
 
 
 class Espeak:
-    """A speech synthesiser, for use from one thread.
+    """Speech synthesizer for use from one thread.
 
-    The samples depend on the text and the settings only: not on the process, nor on what was said before.
-    (The variants that use espeak's Klatt synthesiser, such as Reed, differ from run to run all the same.)
+    The samples depend only on the text and the settings, not on the process or on earlier calls. Variants with
+    espeak's Klatt synthesizer, such as Reed, are an exception: they differ between runs.
 
     Raises:
         ConfigError: ``espeakng-loader`` is not installed.
@@ -72,17 +72,17 @@ class Espeak:
             loader = importlib.import_module("espeakng_loader")
         except ImportError as error:
             raise ConfigError(
-                "the demo corpus is spoken by espeak-ng; install it with: pip install 'sharmill[demo]'",
+                "the demo corpus needs espeak-ng: run pip install 'sharmill[demo]'",
                 code="missing_package",
             ) from error
         self._library_path = str(loader.get_library_path())
         self._data_path = str(loader.get_data_path())
 
     def synthesize(self, text: str, voice: VoiceSettings) -> NDArray[np.int16]:
-        """Return speech for ``text``: mono samples, shape (time,), at ``sampling_rate``.
+        """Return speech for ``text`` as mono samples, shape (time,), at ``sampling_rate``.
 
         Raises:
-            ConfigError: there is no such voice, or espeak-ng cannot read its data.
+            ConfigError: the voice does not exist, or espeak-ng cannot read its data.
         """
         chunks: list[NDArray[np.int16]] = []
 
@@ -91,16 +91,18 @@ class Espeak:
                 chunks.append(np.ctypeslib.as_array(samples, shape=(num_samples,)).copy())
             return 0
 
-        # The library keeps only the address of the callback: this name keeps the object itself alive.
+        # The library stores only the address of the callback, so this variable must keep the object alive.
         callback = _SynthCallback(collect)
         with _fresh_library(self._library_path) as library:
             data = self._data_path.encode()
             rate = library.espeak_Initialize(_AUDIO_OUTPUT_SYNCHRONOUS, 0, data, _INITIALIZE_DONT_EXIT)
             if rate != _SAMPLING_RATE:
                 raise ConfigError(
-                    f"espeak-ng cannot use its data in {self._data_path!r} (it answered {rate})", code="missing_package"
+                    f"espeak-ng cannot read its data in {self._data_path!r} (it returned {rate}): reinstall "
+                    "espeakng-loader",
+                    code="missing_package",
                 )
-            # Breath noise comes from a generator that would otherwise be seeded with the time.
+            # By default, the random generator for breath noise is seeded with the time.
             library.espeak_ng_SetRandSeed(ctypes.c_long(_RANDOM_SEED))
             library.espeak_SetSynthCallback(callback)
             if library.espeak_SetVoiceByName(voice.name.encode()) != 0:
@@ -116,10 +118,10 @@ class Espeak:
 
 @contextlib.contextmanager
 def _fresh_library(path: str) -> Iterator[ctypes.CDLL]:
-    """Load the library and unload it again.
+    """Load the library for the duration of a context.
 
-    Flutter and wave phase live in static variables that neither espeak_Initialize nor espeak_SetVoiceByName
-    resets, so that every utterance would depend on those before it. Loading takes about 5 ms.
+    The library keeps flutter and wave phase in static variables that neither espeak_Initialize nor
+    espeak_SetVoiceByName resets, so each utterance would depend on earlier ones. Loading takes about 5 ms.
     """
     library = ctypes.CDLL(path)
     close = ctypes.CDLL(None).dlclose

@@ -1,4 +1,4 @@
-"""The assembly of codes into the shards of a dataset."""
+"""Assembly of codes into the shards of a dataset."""
 
 from pathlib import Path
 
@@ -16,12 +16,12 @@ from sharmill.stages.fields import FieldProcessor
 
 
 class AssembleProcessor(FieldProcessor):
-    """The assembly of shards in one rank.
+    """Processor that assembles shards in one rank.
 
     Args:
-        codec: whose codes they are.
+        codec: the codec of the codes.
         codes: the codes of all segments.
-        numbers: the segment at each place of the dataset (audio fields, cuts).
+        numbers: segment number of each audio field of each cut, shape (audio fields, cuts).
     """
 
     def __init__(self, run: StageRun, codec: CodecRecord, codes: SegmentCodes, numbers: np.ndarray) -> None:
@@ -47,10 +47,10 @@ class AssembleProcessor(FieldProcessor):
                         writer.add(Item(cut_id, NO_DATA, None, None))
                         lacking.setdefault(cut_id, []).append(self.fields[field].attribute)
                         continue
-                    # The context lies on another time line than the cut, so that it is no temporal array.
+                    # The context has a different time line than the cut, so its codes are not a temporal array.
                     metadata = array_json(shape) if field else temporal_array_json(shape, frame_shift)
                     writer.add(Item(cut_id, "npy", array_to_bytes(codes[number]), metadata))
         return [
-            Reject(self.run.name, "bad_codes", f"it has no {' and no '.join(fields)}", {"cut": cut_id})
+            Reject(self.run.name, "bad_codes", f"the cut has no {' and no '.join(fields)}", {"cut": cut_id})
             for cut_id, fields in lacking.items()
         ]

@@ -1,8 +1,8 @@
-"""The codes of segments in the run directory, which a stage ``encode`` leaves for the assembly of shards.
+"""Codes of segments in the run directory, which the stage ``encode`` writes for the assembly of shards.
 
-A block of segments has three ``.npy`` files: the codes of its segments, one behind the other and each codebook by
-codebook; a record of ``CODES`` for each segment, by which its codes are read and checked alone; and how often each code
-occurs in each codebook. At its end the stage merges the records of all blocks into one array, and adds up the counts.
+A block of segments has three ``.npy`` files: the concatenated codes of its segments, codebook by codebook for each
+segment; a ``CODES`` record per segment, for reading and checking its codes separately; and the frequency of each code
+in each codebook. At the end, the stage merges the records of all blocks into one array and sums the frequencies.
 """
 
 import os
@@ -23,20 +23,25 @@ from sharmill.files.stored import damaged_file, open_stored
 from sharmill.shar.arrays import codes_dtype
 from sharmill.shar.index import CodecRecord
 
-# The bounds of the blocks, in the folder of the plan.
+# File in the plan's folder with the bounds of the blocks.
 BOUNDS_FILE: Final = "bounds.npy"
-# The bytes of a segment's codes in the file of its block, and their checksum.
+# Range of bytes of a segment's codes in the file of its block, and their checksum.
 CODES: Final = np.dtype([("start", "<i8"), ("stop", "<i8"), ("xxh3", "<u8")])
-# Bytes that numpy writes before the content of an array of one dimension.
+# Size of the header of a one-dimensional ``.npy`` file.
 _HEADER_BYTES: Final = 128
-# Codebooks times their size: codecs with more codes are not counted.
+# Limit on codebooks times codebook size, above which frequencies are not counted.
 _MAX_COUNTS: Final = 1 << 21
-# Files of codes that a rank keeps open at most, if its limit allows: those of 32,768 hours in blocks of two.
+# Maximum number of files that a rank keeps open, if its limit of open files permits; enough for 32,768 hours of audio
+# in blocks of two hours.
 _MOST_OPEN: Final = 1 << 14
 
 
 def _block_file(block: int, content: str = "") -> str:
-    """Return the path of a file of a block relative to the folder of the stage: of its codes, places or counts."""
+    """Return the path of a file of a block, relative to the stage's folder.
+
+    Args:
+        content: "" for codes, ".places" or ".counts".
+    """
     return f"parts/{block:06d}{content}.npy"
 
 
@@ -44,7 +49,7 @@ def write_block(staging: Staging, block: int, codes: Sequence[np.ndarray], codeb
     """Write the files of a block, and return their names.
 
     Args:
-        codes: for each segment an array (codebooks, frames), without frames if it has no codes.
+        codes: an array (codebooks, frames) for each segment, with zero frames if the segment has no codes.
     """
     arrays = {"": np.concatenate([array.ravel() for array in codes])}
     sizes = [array.nbytes for array in codes]
@@ -61,7 +66,10 @@ def write_block(staging: Staging, block: int, codes: Sequence[np.ndarray], codeb
 
 
 def merge_blocks(paths: StageDir, num_blocks: int, num_segments: int) -> dict[str, Path]:
-    """Merge the places of all blocks, and add up their counts if the codes were counted; return the files by content.
+    """Merge the places of all blocks, and sum their counts if codes were counted.
+
+    Returns:
+        the merged files by content.
 
     Raises:
         ConfigError: a file is damaged.
@@ -78,9 +86,9 @@ def merge_blocks(paths: StageDir, num_blocks: int, num_segments: int) -> dict[st
 
 
 def read_counts(run: StageRun) -> np.ndarray | None:
-    """Return how often each code occurs in all segments (codebooks, codebook size).
+    """Return the frequency of each code in all segments, shape (codebooks, codebook size).
 
-    None if the stage ``encode`` of a codec is not finished, or did not count.
+    The result is None if the stage ``encode`` of the codec is not finished or did not count codes.
 
     Raises:
         ConfigError: the array is damaged.
@@ -91,20 +99,20 @@ def read_counts(run: StageRun) -> np.ndarray | None:
     path = run.product(f"{run.key}/counts")
     counts, codec = load_stored_array(path), run.totals_of(run.key, codec=CodecRecord).facts["codec"]
     if counts.dtype.kind != "i" or counts.shape != (codec.num_codebooks, codec.codebook_size):
-        raise damaged_file(path, "it has no counts of the codes")
+        raise damaged_file(path, "it does not contain code frequencies")
     return counts
 
 
 class SegmentCodes:
-    """The codes of all segments, by their numbers.
+    """Codes of all segments by number, which are read on demand.
 
-    Only the codes of the segments that are asked for are read. Files stay open, so that they are opened once however
-    often segments are asked for; beyond a number that the limit of open files allows, they take turns.
+    Files stay open for later reads. If there are more files than the limit of open files permits, some are closed and
+    reopened.
 
     Args:
-        paths: the folder of the stage that made them.
-        places: the file of their places, which the stage has merged.
-        codec: the codec that made them.
+        paths: the folder of the stage that encoded the segments.
+        places: the merged file of the places of codes.
+        codec: the codec.
     """
 
     def __init__(self, paths: StageDir, places: Path, codec: CodecRecord) -> None:
@@ -117,7 +125,10 @@ class SegmentCodes:
         self._open: dict[int, BinaryIO] = {}
 
     def read(self, numbers: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
-        """Yield segments and their codes (codebooks, frames); ``numbers`` are sorted, and each file is read forward.
+        """Yield the number and the codes (codebooks, frames) of segments.
+
+        Args:
+            numbers: sorted segment numbers, so that files are read sequentially.
 
         Raises:
             UnitFailed: a file is damaged.
@@ -129,23 +140,21 @@ class SegmentCodes:
             yield number, np.frombuffer(data, self._dtype).reshape(self._num_codebooks, -1)
 
     def close(self) -> None:
-        """Close the files that are open."""
+        """Close all open files."""
         for stream in self._open.values():
             stream.close()
 
     def _read_bytes(self, block: int, start: int, stop: int, checksum: int) -> bytes:
         if block not in self._open:
             if len(self._open) >= self._most_open:
-                # The first ones are asked for first again.
+                # The file that was opened last is closed: the first files are needed first in the next pass.
                 self._open.popitem()[1].close()
             self._open[block] = open_stored(self._folder / _block_file(block), buffering=0)
         file = self._open[block].fileno()
         is_inside = 0 <= start <= stop <= os.fstat(file).st_size
         data = os.pread(file, stop - start, start) if is_inside else b""
-        # In a place that is damaged are other codes.
+        # A damaged place could point to codes of another segment, which the checksum detects.
         if xxhash.xxh3_64_intdigest(data) != checksum:
             path = self._folder / _block_file(block)
-            raise UnitFailed(
-                f"{path} is damaged: remove it and run the stage encode, which makes it again", code="damaged_run_dir"
-            )
+            raise UnitFailed(f"{path} is damaged: delete it and run the stage encode again", code="damaged_run_dir")
         return data

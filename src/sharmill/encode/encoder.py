@@ -1,4 +1,4 @@
-"""The encoding of blocks of segments by a codec in one rank."""
+"""Encoding of blocks of segments with a codec in one rank."""
 
 import dataclasses
 import math
@@ -41,18 +41,19 @@ from sharmill.shar.index import CodecRecord
 from sharmill.shar.places import hash_segment
 from sharmill.shar.tar import open_field
 
-# Segments that a message names at most.
+# Maximum number of segments named in a message.
 _MOST_NAMED: Final = 3
-# Segments that tell a rank which gives no codes from a unit that has none.
+# Number of segments of other units that are encoded to find out if a unit or the device is bad.
 _NUM_PROBES: Final = 16
-# Files that a reader keeps open: the segments of a unit are sorted by length, and so lie here and there in a few.
+# Number of files that a reader keeps open. The segments of a unit are sorted by length, so they alternate between a few
+# files.
 _OPEN_FILES: Final = 32
-# Advice about segments that no batch size helps.
-_TOO_LONG_ADVICE: Final = f"all other units go on, and {ELSEWHERE}"
+# Advice about segments that do not fit with any batch size.
+_TOO_LONG_ADVICE: Final = f"all other units continue, and {ELSEWHERE}"
 
 
 class StoredSegment(NamedTuple):
-    """A segment as an item of a file of the dataset: where it lies, and what is there."""
+    """Segment stored as an item of a dataset file: its location, hash and format."""
 
     path: Path
     offset: int
@@ -70,9 +71,10 @@ class StoredSegment(NamedTuple):
 
 
 class StoredReader:
-    """The audio of stored segments at the rate of a codec, if it is as the survey found it.
+    """Reader of stored segments at the sampling rate of a codec.
 
-    Damaged audio would give codes as well. Files that were read last stay open.
+    The audio is compared with the hash from the survey, since a codec would encode damaged audio without an error.
+    Recently used files stay open.
     """
 
     def __init__(self, sampling_rate: int) -> None:
@@ -83,23 +85,23 @@ class StoredReader:
         return StoredReader, (self._sampling_rate,)
 
     def __call__(self, segment: StoredSegment) -> Iterator[np.ndarray]:
-        """Yield the samples (samples,), float32, or int16 where the file has 16 bits at this rate.
+        """Yield the samples as one array (samples,): float32, or int16 for 16-bit audio that is not resampled.
 
         Raises:
-            UnitFailed: the file has changed, or the audio cannot be used.
-            DamagedShard: there is no such file.
+            UnitFailed: the file has changed, or its audio is unusable.
+            DamagedShard: the file does not exist.
         """
         data = os.pread(self._open(segment.path).fileno(), segment.size, segment.offset)
         if hash_segment(data, segment.num_samples, segment.sampling_rate) != segment.hash:
             raise UnitFailed(
-                f"{segment.path} has changed since it was written: remove it and run the stage write again",
+                f"{segment.path} has changed since it was written: delete it and run the stage write again",
                 code="damaged_shard",
             )
         try:
             samples, rate = _decode(data)
             find_peak(samples)
         except RejectRecord as error:
-            raise UnitFailed(f"the stored audio of {segment} cannot be used: {error}", code="damaged_shard") from error
+            raise UnitFailed(f"the stored audio of {segment} is unusable: {error}", code="damaged_shard") from error
         promised = segment.num_samples, segment.sampling_rate
         if (len(samples), rate) != promised:
             raise UnitFailed(
@@ -110,7 +112,7 @@ class StoredReader:
 
 
 def _decode(data: bytes) -> tuple[np.ndarray, int]:
-    # The survey has seen one stream in it, so that a FLAC with the right sum is whole.
+    # The survey has checked that a FLAC file has a single stream, so data with the right checksum are complete.
     if (decoded := decode_flac(data)) is not None and decoded.shape[1] == 1:
         _, _, rate = flac_header(data) or (0, 0, 0)
         return decoded[:, 0], rate
@@ -118,23 +120,25 @@ def _decode(data: bytes) -> tuple[np.ndarray, int]:
         return recording.read_stored(), recording.info.sampling_rate
 
 
-# The segments of a unit, the number of frames of each, the batches, and their audio in the order of these.
-_Begun = tuple[list[StoredSegment], list[int], list[Batch], Feed[StoredSegment, np.ndarray]]
+# State of a unit that has been started: its segments, their numbers of frames, its batches, and the feed of audio in
+# the order of the batches.
+_StartedUnit = tuple[list[StoredSegment], list[int], list[Batch], Feed[StoredSegment, np.ndarray]]
 
 
-class EncodeProcessor(AheadProcessor[_Begun]):
-    """A codec that encodes blocks of segments, whose audio feeders decode ahead of it in batches of like length.
+class EncodeProcessor(AheadProcessor[_StartedUnit]):
+    """Processor that encodes blocks of segments with a codec, in batches of similar lengths.
 
-    Beside feeders the codec has a thread of its own: the next batch is padded while it computes.
+    Feeders decode the audio ahead of time. With feeders, the codec runs in a thread of its own, so that the next batch
+    is padded while it computes.
 
     Args:
         settings: the section of the configuration.
-        record: the codec as the index of the dataset has it.
+        record: the record of the codec in the index of the dataset.
         segments: all segments of the dataset.
-        files: the files of audio, by shard and field.
-        device: of the codec: ``cpu``, or ``cuda``, for which batches may have other sizes and come from pinned memory.
-        device_kind: that of the device.
-        num_feeders: how many processes decode and resample audio beside the codec.
+        files: audio files by shard and field.
+        device: device of the codec: ``cpu`` or ``cuda``. It affects batch sizes; pinned memory is used for ``cuda``.
+        device_kind: kind of the device.
+        num_feeders: number of processes that decode and resample audio.
     """
 
     def __init__(
@@ -161,18 +165,18 @@ class EncodeProcessor(AheadProcessor[_Begun]):
         self._batch_seconds = seconds = settings.batch_seconds
         room = require_room(codec, device, seconds, "encode.batch_seconds")
         self._pieces = find_pieces(codec)
-        # The longest segment that the memory of a GPU can hold.
+        # Longest segment that fits into the memory of the device.
         self._most_seconds = room if self._pieces is None else math.inf
         self._max_frames = fit_batch_seconds(seconds, device) * codec.sampling_rate / codec.samples_per_frame
         self._guard = MemoryGuard("the codec", "encode.batch_seconds")
         self._clock = DeviceClock(device)
         self._thread = ThreadPoolExecutor(1, "codec") if num_feeders else None
 
-    def begin(self, unit: Unit) -> _Begun:
-        """Begin to decode the audio of a unit.
+    def begin(self, unit: Unit) -> _StartedUnit:
+        """Start to decode the audio of a unit.
 
         Raises:
-            UnitFailed: a segment takes more memory than there is.
+            UnitFailed: a segment does not fit into memory.
         """
         segments = self._segments[unit.params["start"] : unit.params["stop"]]
         seconds = seconds_of(segments["place"])
@@ -182,7 +186,7 @@ class EncodeProcessor(AheadProcessor[_Begun]):
             path = self._files[int(longest["shard"])][int(longest["field"])]
             raise UnitFailed(
                 f"{number} of {len(segments)} segments are longer than the {self._most_seconds:.0f} s that fit "
-                f"in the memory of the device: the longest, of {seconds.max():.0f} s, is in {path} at byte "
+                f"in the memory of the device: the longest ({seconds.max():.0f} s) is in {path} at byte "
                 f"{longest['place']['offset']}; {_TOO_LONG_ADVICE}",
                 code="out_of_memory",
             )
@@ -196,7 +200,7 @@ class EncodeProcessor(AheadProcessor[_Begun]):
         self._clock.restart()
         share = unit.cost / max(1, sum(frames))
         dtype = codes_dtype(self._codec.codebook_size)
-        # A segment that the codec gives no codes for has no frames.
+        # Segments without codes keep an array with zero frames.
         codes: list[np.ndarray] = [np.empty((self._codec.num_codebooks, 0), dtype)] * len(frames)
         problems: dict[int, str] = {}
         with closing(self._encode_all(batches, segments, feed)) as encoded:
@@ -238,14 +242,14 @@ class EncodeProcessor(AheadProcessor[_Begun]):
         return -(-resampled_length(segment.num_samples, segment.sampling_rate, rate) // size)
 
     def _find(self, segments: np.ndarray) -> list[StoredSegment]:
-        """Return where the audio of segments lies."""
+        """Return the locations of the audio of segments."""
         return [
             StoredSegment(self._files[shard][field], offset, size, tuple(found), num_samples, rate)
             for (found, offset, size, num_samples, rate), shard, field in segments.tolist()
         ]
 
     def _plan_batches(self, frames: Sequence[int]) -> list[Batch]:
-        """Return the batches of items with these numbers of frames; one that is cut is a batch of its own."""
+        """Return the batches of items with these numbers of frames; an item that must be cut is a separate batch."""
         cut = [index for index, number in enumerate(frames) if self._is_cut(number)]
         whole = [index for index, number in enumerate(frames) if not self._is_cut(number)]
         planned = plan_batches(
@@ -264,7 +268,7 @@ class EncodeProcessor(AheadProcessor[_Begun]):
         return self._pieces is not None and num_frames > self._pieces.length
 
     def _require_sound(self, unit: Unit, problem: str) -> None:
-        """Raise UnitFailed if this rank gives no codes for segments of other units either: it may be what is broken."""
+        """Raise UnitFailed if this rank cannot encode segments of other units either: its device may be broken."""
         numbers = np.unique(np.linspace(0, len(self._segments) - 1, _NUM_PROBES, dtype=np.int64))
         probes = self._segments[numbers[(numbers < unit.params["start"]) | (numbers >= unit.params["stop"])]]
         for segment in self._find(probes[seconds_of(probes["place"]) <= self._most_seconds]):
@@ -272,17 +276,17 @@ class EncodeProcessor(AheadProcessor[_Begun]):
             if not isinstance(self._encode_alone(segment, samples), str):
                 return
         raise UnitFailed(
-            f"there are codes for none of the {unit.size} segments, nor for segments of other units: this device is "
-            f"broken, or the codec cannot be used; the first: {problem}",
+            f"none of the {unit.size} segments, nor any segment of other units, could be encoded: this device is "
+            f"broken, or the codec is unusable; the first problem: {problem}",
             code="bad_codes",
         )
 
     def _encode_all(
         self, batches: Sequence[Batch], segments: Sequence[StoredSegment], feed: Feed[StoredSegment, np.ndarray]
     ) -> Generator[tuple[Batch, list[np.ndarray | str]], None, None]:
-        """Yield each batch with what ``_finish`` returns for its segments.
+        """Yield each batch with the results of ``_finish`` for its segments.
 
-        Where the codec has a thread, the audio of the next batch is taken and padded while the codec is at work.
+        If the codec has a thread, the audio of the next batch is taken and padded while the codec computes.
         """
         begun: deque[tuple[Batch, list[np.ndarray], Callable[[], np.ndarray]]] = deque()
         try:
@@ -297,7 +301,8 @@ class EncodeProcessor(AheadProcessor[_Begun]):
             while begun:
                 yield begun[0][0], self._finish_each(*begun.popleft(), segments)
         finally:
-            # The unit has failed: the clock and the memory are free for the next only when the thread is.
+            # If the unit has failed, its batches in the thread must end first, since the next unit needs the clock and
+            # the memory.
             for _, _, result in begun:
                 with suppress(Exception):
                     result()
@@ -309,7 +314,7 @@ class EncodeProcessor(AheadProcessor[_Begun]):
         result: Callable[[], np.ndarray],
         segments: Sequence[StoredSegment],
     ) -> list[np.ndarray | str]:
-        """Return what ``_finish`` does; in a batch another segment may be to blame, so that each is tried alone."""
+        """Return the results of ``_finish``; segments that fail are tried alone, since others may be the cause."""
         items = [segments[index] for index in batch.items]
         found = self._finish(batch, items, result)
         if len(items) == 1:
@@ -327,16 +332,16 @@ class EncodeProcessor(AheadProcessor[_Begun]):
     def _finish(
         self, batch: Batch, items: Sequence[StoredSegment], result: Callable[[], np.ndarray]
     ) -> list[np.ndarray | str]:
-        """Return for each segment of a batch its codes (codebooks, frames), or a sentence that says what is wrong.
+        """Return the codes (codebooks, frames) of each segment of a batch, or a sentence about the problem.
 
         Raises:
-            UnitFailed: the batch does not fit in memory.
-            FatalError: nothing has fitted in memory yet.
+            UnitFailed: the batch does not fit into memory.
+            FatalError: no batch has fitted into memory so far.
         """
         try:
             rows = result()
         except RejectRecord as reject:
-            # A larger device gives it codes: it is not left out.
+            # The unit fails, so that a device with more memory can encode the segment.
             raise UnitFailed(
                 f"the segment {items[0]}: {reject.detail}; {_TOO_LONG_ADVICE}", code="out_of_memory"
             ) from reject
@@ -348,24 +353,24 @@ class EncodeProcessor(AheadProcessor[_Begun]):
             named = ", ".join(map(str, items[:_MOST_NAMED]))
             more = f" and {len(items) - _MOST_NAMED} more" if len(items) > _MOST_NAMED else ""
             raise UnitFailed(f"{error} (segments {named}{more})", code=error.code) from error
-        # Rows beyond the items are silence.
+        # Further rows are silence.
         return [self._check(row, batch, self._count_frames(item)) for row, item in zip(rows, items, strict=False)]
 
     def _check(self, row: np.ndarray, batch: Batch, num_frames: int) -> np.ndarray | str:
-        """Return the codes of the first frames of a row, or what is wrong: not every codec looks itself."""
+        """Return the codes of the first frames of a row, or the problem; not every codec checks its output."""
         shape, size = (self._codec.num_codebooks, batch.num_frames), self._codec.codebook_size
         codes = row[:, :num_frames]
         if row.shape != shape:
-            return f"the codec gave codes of the shape {row.shape} where codebooks and frames are {shape}"
-        # Neither comparison holds for NaN.
+            return f"the codec returned codes of shape {row.shape} instead of (codebooks, frames) = {shape}"
+        # Both comparisons are false for NaN.
         if not (codes.min() >= 0 and codes.max() < size):
-            return f"the codec gave the indices {codes.min()} to {codes.max()}, outside its {size}"
+            return f"the codec returned indices {codes.min()} to {codes.max()}, outside its codebook of {size}"
         return codes
 
     def _start(self, batch: Batch, samples: Sequence[np.ndarray]) -> Callable[[], np.ndarray]:
-        """Pad a batch and have the thread, where there is one, run the codec on it; return what gives its codes.
+        """Pad a batch, start the codec in its thread if it has one, and return a function that returns the codes.
 
-        That raises RejectRecord for one segment that is too long, and as ``_finish``.
+        The function raises RejectRecord for a single segment that is too long, and the errors of ``_finish``.
         """
         codec, pinned = self._codec, self._device == "cuda"
         pieces = self._pieces if self._is_cut(batch.num_frames) else None

@@ -1,8 +1,8 @@
-"""The unique segments of a dataset's stored audio.
+"""Unique segments of a dataset's stored audio.
 
-A place is an item of an audio field of a shard. Places are numbered through the dataset: all targets in the order of
-the shards, then all contexts. Places with the same bytes hold one segment, whose owner is the first of them. Segments
-are numbered in the order in which they are encoded: by place, except that neighbours are sorted by length.
+A place is an item of an audio field of a shard. Places are numbered across the dataset: all targets in the order of
+shards, then all contexts. Places with equal bytes contain the same segment, which is owned by the first of them.
+Segments are numbered in the order of encoding: in the order of places, but sorted by length within windows.
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,39 +17,42 @@ from sharmill.files.arrays import load_stored_array, publish_array
 from sharmill.files.stored import damaged_file
 from sharmill.shar.places import PLACE
 
-# The owner of a segment: ``field`` counts the audio fields of the dataset.
+# Owner of a segment; ``field`` is the number of the audio field in the dataset.
 SEGMENT: Final = np.dtype([("place", PLACE), ("shard", "<u4"), ("field", "<u4")])
-# Segments that are sorted by length together: enough for batches of equal lengths, few enough for a shard's segments
-# to stay near each other.
+# Number of segments that are sorted by length together: large enough for batches with equal lengths, small enough to
+# keep the segments of a shard near each other.
 _WINDOW: Final = 1 << 15
 
 
 def seconds_of(places: np.ndarray) -> np.ndarray:
-    """Return the durations in seconds, float64, of what lies at places, records of ``PLACE``."""
+    """Return the durations of ``PLACE`` records in seconds, float64."""
     return np.asarray(places["num_samples"] / places["sampling_rate"])
 
 
 def list_segments(
     tables: Sequence[tuple[Path, int]], num_fields: int, segments_file: Path, numbers_file: Path, window: int = _WINDOW
 ) -> None:
-    """Write the unique segments of a dataset, an array of ``SEGMENT``, and their numbers at all places (fields, cuts).
+    """Write the unique segments of a dataset, and the segment number of each place.
 
     Args:
-        tables: for each shard the file of an array (audio fields, cuts) of ``PLACE``, and the number of its cuts.
+        tables: for each shard, the file of an array (audio fields, cuts) of ``PLACE``, and the number of cuts.
+        num_fields: number of audio fields.
+        segments_file: output file for an array (segments,) of ``SEGMENT``.
+        numbers_file: output file for an array (audio fields, cuts) of segment numbers, uint32.
         window: number of segments that are sorted by length together.
 
     Raises:
-        ConfigError: a file holds something else.
+        ConfigError: a file does not contain such an array.
     """
     bounds = np.cumsum([0, *(count for _, count in tables)])
     places = np.empty((num_fields, bounds[-1]), PLACE)
     for (path, count), (start, stop) in zip(tables, pairwise(bounds), strict=True):
         table = load_stored_array(path)
         if table.dtype != PLACE or table.shape != (num_fields, count):
-            raise damaged_file(path, "it has no places of these items")
+            raise damaged_file(path, "it does not contain the places of these items")
         places[:, start:stop] = table
     flat = places.reshape(-1)
-    # For each place the first place that has the same hash.
+    # owners[n] is the first place with the same hash as place n.
     owners = find_first(*flat["hash"].T)
     firsts = np.flatnonzero(owners == np.arange(len(owners), dtype=np.uint32))
     windows = np.arange(len(firsts)) // window

@@ -1,7 +1,7 @@
-"""Stage ``encode`` (stage 3): the codes of one codec for the unique segments of a dataset, added to its shards.
+"""Stage ``encode`` (stage 3): codes of a codec for the unique segments of a dataset, added to its shards.
 
-It is done in three rounds: ``sharmill.encode.survey`` lists the segments; ``EncodeStage`` encodes them, and leaves the
-codes in the run directory; ``ShardsStage`` puts these into the target and context codes of the dataset's shards.
+The stage has three rounds: ``sharmill.encode.survey`` lists the segments, ``EncodeStage`` encodes them and writes the
+codes to the run directory, and ``ShardsStage`` writes target and context codes to the shards of the dataset.
 """
 
 import dataclasses
@@ -35,17 +35,18 @@ from sharmill.shar.fields import Field, codec_fields
 from sharmill.shar.index import CodecRecord
 from sharmill.stages.fields import FieldPublication, FieldStage, add_fields, dataset_of
 
-# Enough units for many ranks, each long enough to pay for its start and short enough to lose little when it dies.
+# This number provides work for many ranks. A unit should be much longer than its overhead, but short enough that little
+# is lost if a rank dies.
 _UNITS_WANTED: Final = 64
 
 
 class EncodeStage(Stage):
-    """The codes of one codec for the unique segments of a dataset. One unit is a block of segments.
+    """Round that encodes the unique segments of a dataset with one codec. A unit is a block of segments.
 
-    It publishes in its own folder, but reserves the fields of the dataset that its codes are for.
+    Its files stay in its own folder, but it reserves the dataset fields for which the codes are intended.
 
     Attributes:
-        unit_limits: seconds of audio in a unit, if the configuration does not say how many.
+        unit_limits: smallest and largest seconds of audio in a unit, if the configuration does not set them.
     """
 
     kind = "encode"
@@ -103,19 +104,18 @@ class EncodeStage(Stage):
         except ConfigError as error:
             if error.code != "bad_codes":
                 raise
-            # The device may be to blame: on another one the same model may give codes.
+            # The device may be the cause, since the same model may work on another device.
             raise DeviceError(str(error), code=error.code) from error
         segments, files = map_stored_array(run.product("encode.segments/segments")), audio_files(dataset_of(run))
         feeders = run.options.num_feeders(device)
         return EncodeProcessor(encode, self._describe(run, codec), codec, segments, files, device, kind, feeders)
 
     def _describe(self, run: StageRun, codec: Codec) -> CodecRecord:
-        """Return the record of the codec for the index of the dataset."""
+        """Return the record of the codec for the index of the dataset, without local paths or environment values."""
         encode = run.config.section(EncodeConfig)
         place = (self.kind, "codecs", encode.codecs.index(run.settings), "model")
         return CodecRecord(
             name=run.settings.name,
-            # The name has no folders of this machine and no values of the environment.
             model=run.options.references.hide_at(place, self.model(run).published_name),
             checksum=codec.checksum,
             trained=codec.trained,
@@ -128,12 +128,12 @@ class EncodeStage(Stage):
 
     def finalize(self, run: StageRun) -> Totals:
         commits = run.commits
-        # Compared as records: a commit may lack a key that has its default.
+        # Records are compared after conversion, since commits omit keys with default values.
         records = [msgspec.convert(commit.stats["codec"], CodecRecord) for commit in commits]
         codec = records[0] if records else None
         if any(record != codec for record in records):
             raise FatalError(
-                f"{run.name}: ranks used different models under the same name; run with --restart", code="bad_model"
+                f"{run.name}: ranks used different models with the same name: run with --restart", code="bad_model"
             )
         if codec is not None:
             codec = replace(codec, devices=sorted({commit.device_kind for commit in commits} - {""}))
@@ -144,22 +144,22 @@ class EncodeStage(Stage):
 
 
 class CodesPublication(FieldPublication):
-    """The fields of the codes of one codec."""
+    """Publication of the code fields of one codec."""
 
     def __init__(self, run: StageRun) -> None:
         codec: CodecConfig = run.settings
-        # Before there is a dataset it is not known if it has contexts.
+        # The actual fields are determined later: before the dataset exists, it is unknown if it has contexts.
         super().__init__(run, partial(codes_of, run), codec_fields(codec.name), f"codes called {codec.name!r}")
 
 
 class BlocksPublication(CodesPublication):
-    """The fields of the dataset that encoded segments are for: they are reserved, and filled by a later round."""
+    """Reservation of the code fields, which a later round fills with the encoded segments."""
 
     in_place = False
     counts = "segments"
 
     def __init__(self, run: StageRun) -> None:
-        # The token is that of the other round's plan.
+        # The fields belong to the other round, whose plan has its own token.
         super().__init__(dataclasses.replace(run, declaration=ShardsStage(), token=""))
         self._plan = run.plan_folder
 
@@ -177,17 +177,17 @@ class BlocksPublication(CodesPublication):
         return True
 
     def discard(self) -> None:
-        """Leave the fields: the round that fills them removes them."""
+        """Do nothing: the round that fills the fields also removes them."""
 
 
 def codes_of(run: StageRun) -> list[Field]:
-    """Return the fields of a codec's codes in the dataset as it is."""
-    # There are fields of contexts if the dataset has contexts, whatever the configuration says.
+    """Return the code fields of a codec in the existing dataset."""
+    # Context fields depend on the dataset, not on the configuration.
     return codec_fields(run.settings.name, contexts=dataset_of(run).record().has_contexts)
 
 
 class ShardsStage(FieldStage):
-    """The codes of one codec, added to a dataset as fields and to its index. One unit is one shard."""
+    """Round that adds the codes of one codec to a dataset and its index as fields. A unit is a shard."""
 
     kind = "encode.shards"
     section = EncodeConfig
@@ -204,14 +204,14 @@ class ShardsStage(FieldStage):
         dataset.record()
         require_segments(run)
         require_same_audio(run, f"encode/{run.settings.name}")
-        # The places have the checksums of the codes.
+        # The file of places contains checksums of all codes, so its checksum identifies the codes.
         totals = run.totals_of(f"encode/{run.settings.name}", "places", codec=CodecRecord | None)
         codes = totals.products["places"].xxh3
         return {"codes": codes, "input": dataset.audio_checksum(), "versions": versions()}
 
     def open(self, run: StageRun, device: str) -> Processor:
         codec = _codec_of(run)
-        assert codec is not None  # there are no units without segments
+        assert codec is not None  # without segments there are no units
         key = f"encode/{run.settings.name}"
         codes = SegmentCodes(run.run_dir.stage(key), run.product(f"{key}/places"), codec)
         return AssembleProcessor(run, codec, codes, map_stored_array(run.product("encode.segments/numbers")))
@@ -221,6 +221,6 @@ class ShardsStage(FieldStage):
 
 
 def _codec_of(run: StageRun) -> CodecRecord | None:
-    """Return the codec of the round that has encoded the segments, None if there are none."""
+    """Return the codec that encoded the segments; None if there are no segments."""
     codec: CodecRecord | None = run.totals_of(f"encode/{run.settings.name}", codec=CodecRecord | None).facts["codec"]
     return codec

@@ -1,7 +1,7 @@
-"""First round of the stage ``encode``: a list of the unique segments of a dataset's stored audio, for all codecs.
+"""First round of the stage ``encode``: a list of the unique segments of a dataset's stored audio, shared by all codecs.
 
-The stage ``write`` has noted the places of the segments that it stored. Other audio files are read, so that a dataset
-needs nothing but its files: whoever wrote it, however it has grown.
+For shards written by the stage ``write``, the places of segments are taken from its notes. All other audio files are
+read, so this works for datasets of any origin.
 """
 
 from collections.abc import Iterator
@@ -32,9 +32,9 @@ _MAX_UINT32: Final = (1 << 32) - 1
 
 
 class SurveyStage(Stage):
-    """The round that lists the unique segments of a dataset in the run directory.
+    """Round that lists the unique segments of a dataset in the run directory.
 
-    One unit is one shard, if there are no notes on its files.
+    A unit is a shard without notes on its files.
     """
 
     kind = "encode.segments"
@@ -71,14 +71,14 @@ class SurveyStage(Stage):
 
 
 class SegmentsPublication(Publication):
-    """No files in the dataset: the list of segments stays in the run directory, and accounts for no records."""
+    """Publication without files in the dataset, since the list of segments stays in the run directory."""
 
     in_place = False
     counts = "segments"
 
 
 def _shards(run: StageRun) -> list[tuple[ShardRecord, dict[str, str], Path]]:
-    """Return the shards, the checksums of their cuts and audio, and the paths of the notes that there may be."""
+    """Return all shards, the checksums of their cuts and audio files, and the paths of notes, which may not exist."""
     dataset, written = dataset_of(run), run.run_dir.stage("write").ranks
     fields = (CUTS, *dataset.record().audio_fields)
     found = []
@@ -89,7 +89,7 @@ def _shards(run: StageRun) -> list[tuple[ShardRecord, dict[str, str], Path]]:
 
 
 def _are_places(notes: Path, shape: tuple[int, int]) -> bool:
-    """Return True if notes have the places of so many items; where they are damaged, the audio is read."""
+    """Return True if notes contain places of this shape; damaged notes are ignored, and the audio is read instead."""
     try:
         places = map_stored_array(notes)
     except (FileNotFoundError, ConfigError):
@@ -98,17 +98,18 @@ def _are_places(notes: Path, shape: tuple[int, int]) -> bool:
 
 
 def require_same_audio(run: StageRun, stage: str) -> None:
-    """Raise ConfigError if a round of codes is not finished, or was finished with other audio."""
+    """Raise ConfigError if a round of ``encode`` is not finished or was run on different audio."""
     run.totals_of(stage)
     identity = load_record(run.run_dir.stage(stage).identity, dict[str, Any])
     if identity.get("input") != dataset_of(run).audio_checksum():
-        raise ConfigError(f"the dataset has changed since {display_name(stage)}: run that again", code="stage_not_run")
+        name = display_name(stage)
+        raise ConfigError(f"the dataset has changed since {name} was run: run {name} again", code="stage_not_run")
 
 
 def require_segments(run: StageRun) -> None:
-    """Raise ConfigError if the list of the dataset's segments is missing, of other audio, or not as it was left.
+    """Raise ConfigError if the list of the dataset's segments is missing, outdated or damaged.
 
-    Ranks trust what was verified here, before the plan: damaged numbers would give a cut the codes of another.
+    The list is verified before the plan, and ranks trust it: damaged numbers would assign codes to the wrong cuts.
     """
     require_same_audio(run, "encode.segments")
     for name in run.totals_of("encode.segments", "segments", "numbers").products:
@@ -116,30 +117,32 @@ def require_segments(run: StageRun) -> None:
 
 
 def audio_files(dataset: ShardedDataset) -> list[list[Path]]:
-    """Return for each shard its files of audio."""
+    """Return the audio files of each shard."""
     fields = dataset.record().audio_fields
     return [[dataset.directory / shard.fields[field].file for field in fields] for shard in dataset.shards()]
 
 
 class SurveyProcessor(Processor):
-    """The survey of shards in one rank."""
+    """Processor that lists the places of segments in shards, in one rank."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
 
     def process(self, unit: Unit, staging: Staging, advance: Advance) -> Output:
         for file, expected in unit.params["files"].items():
-            # Damaged audio would give codes as well.
+            # Damaged audio must be detected here, since the codec would encode it without an error.
             if checksum(self._directory / file) != expected:
                 raise UnitFailed(
-                    f"{self._directory / file} has changed since it was written: remove it and run the stage write "
+                    f"{self._directory / file} has changed since it was written: delete it and run the stage write "
                     "again",
                     code="damaged_shard",
                 )
         cuts, *audio = [self._directory / file for file in unit.params["files"]]
         ids = list(read_cut_ids(cuts))
         if len(ids) != unit.size:
-            raise UnitFailed(f"{cuts} has {len(ids)} cuts instead of {unit.size}", code="damaged_shard")
+            raise UnitFailed(
+                f"{cuts} has {len(ids)} cuts instead of {unit.size}: restore or rebuild it", code="damaged_shard"
+            )
         table = np.stack([_survey_file(path, ids) for path in audio])
         name = f"parts/{unit.index:06d}.npy"
         save_array(staging.path(name), table)
@@ -151,20 +154,26 @@ class SurveyProcessor(Processor):
 
 
 def _survey_file(path: Path, ids: list[str]) -> np.ndarray:
-    """Return the ``PLACE`` records of an audio file, whose items belong to the cuts with these ids.
+    """Return the ``PLACE`` records of the items of an audio file.
+
+    Args:
+        ids: the ids of the cuts to which the items belong, in order.
 
     Raises:
-        UnitFailed, DamagedShard: they do not, or say too little of themselves.
+        UnitFailed, DamagedShard: the items belong to other cuts, or lack audio or metadata.
     """
     table = np.empty(len(ids), PLACE)
     items = ItemTable(path, ids=ids)
     for number, cut_id in enumerate(ids):
         item = items.item(number)
         if item.data is None or item.metadata is None:
-            raise UnitFailed(f"{path}: {cut_id} has no audio", code="damaged_shard")
+            raise UnitFailed(f"{path}: {cut_id} has no audio: restore or rebuild the shard", code="damaged_shard")
         num_samples, rate = (item.metadata.get(key, 0) for key in ("num_samples", "sampling_rate"))
         if not all(isinstance(value, int) and 0 <= value <= _MAX_UINT32 for value in (num_samples, rate)) or not rate:
-            raise UnitFailed(f"{path}: {cut_id} has no number of samples and rate", code="damaged_shard")
+            raise UnitFailed(
+                f"{path}: the metadata of {cut_id} lacks num_samples or sampling_rate: restore or rebuild the shard",
+                code="damaged_shard",
+            )
         offset, _ = items.place(2 * number)
         table[number] = make_place(item.data, offset, num_samples, rate)
     return table

@@ -1,1 +1,1 @@
-"""The page about a run or a dataset: one HTML file to look at and to listen to, made by ``sharmill report``."""
+"""Report on a run or a dataset: one HTML page with plots and audio, written by ``sharmill report``."""

@@ -1,8 +1,8 @@
-"""Charts of the page, drawn by plotly.js in the browser.
+"""Charts of the report, drawn by plotly.js in the browser.
 
-Here a chart becomes what plotly is to draw, as JSON in an attribute of its place, and, of each but a map, a table of
-the same values for those who do not see it, print it, or let no script run. Colours are named as in ``page.css``;
-``page.js`` puts in those of the theme and calls plotly, which is in the page once.
+A chart is stored as JSON for plotly in an attribute of its HTML element. Except for a map, it is followed by a table of
+its values, for screen readers, printing and browsers without scripts. Colours have the names of ``page.css``;
+``page.js`` replaces them by the colours of the theme and calls plotly.
 """
 
 import math
@@ -27,7 +27,11 @@ _LONGEST_TIP: Final = 80
 def histogram(
     edges: Sequence[float], counts: Sequence[int], *, label: str, unit: str, description: str, color: int = 0
 ) -> Markup:
-    """Return a chart of counts between ``edges``, of which there is one more; ``unit`` follows values of x."""
+    """Return a chart of ``counts`` in bins with these ``edges``, whose number is larger by one.
+
+    Args:
+        unit: unit of the x values, for the tips.
+    """
     total = max(1, sum(counts))
     bars = [
         (left, right, count, f"{show_number(left)} to {show_number(right)} {unit}".rstrip())
@@ -44,7 +48,7 @@ def histogram(
     rows = [(where, f"{count:,}", f"{count / total:.1%}") for _, _, count, where in bars if count]
     axes = {
         "xaxis": {"range": [edges[0], edges[-1]]},
-        # No half counts on the axis of a few.
+        # If counts are small, fewer ticks avoid fractional counts on the axis.
         "yaxis": {"nticks": min(_MOST_TICKS, max(counts, default=0) + 1)},
         "bargap": 0,
     }
@@ -54,7 +58,7 @@ def histogram(
 def columns(
     names: Sequence[str], values: Sequence[float], *, label: str, description: str, show: Callable[[float], str]
 ) -> Markup:
-    """Return a chart with a column for each name; ``show`` makes text of a value."""
+    """Return a chart with a column for each name; ``show`` formats a value as text."""
     shown = [plain_text(show(value)) for value in values]
     trace = {
         "type": "bar",
@@ -78,7 +82,7 @@ def curves(
     series: Sequence[tuple[str, Sequence[tuple[float, float]]]], *, x: tuple[float, float], y: tuple[float, float],
     label: str, description: str,
 ) -> Markup:  # fmt: skip
-    """Return a chart of curves of shares, each with a name and its points."""
+    """Return a chart of curves of shares; ``series`` are pairs of a name and points (x, y)."""
     traces, rows = [], []
     for color, (name, points) in enumerate(series):
         traces.append({
@@ -96,9 +100,9 @@ def curves(
 
 
 def scatter(points: Sequence[tuple[float, float, int, str]], *, description: str) -> Markup:
-    """Return a map of points: x, y, the number of a colour, and what is shown where the pointer rests.
+    """Return a map of points, each with x, y, the number of a colour, and a text for the tip.
 
-    Places on a map say nothing as numbers, so that it has no table.
+    A map has no table, since its coordinates have no meaning.
     """
     traces = []
     for color in range(_NUM_COLORS):
@@ -113,7 +117,7 @@ def scatter(points: Sequence[tuple[float, float, int, str]], *, description: str
 
 
 def figure(title: str, chart: Markup, note: str = "") -> Markup:
-    """Return a chart with its title and, below, what it says in numbers."""
+    """Return a chart with its title and a summary in numbers below it."""
     return Markup("<figure><figcaption>{}</figcaption>{}<p>{}</p></figure>").format(title, chart, escape(note))
 
 
@@ -121,7 +125,7 @@ def _chart(
     traces: list[dict[str, Any]], label: str, description: str, table: Markup, own: dict[str, Any],
     *, height: int = _HEIGHT,
 ) -> Markup:  # fmt: skip
-    """Return the place of a chart, which ``page.js`` draws in, and its table."""
+    """Return the element in which ``page.js`` draws a chart, followed by its table."""
     line = {"fixedrange": True, "zeroline": False, "automargin": True}
     layout = {
         "height": height, "dragmode": False, "hovermode": "closest", "showlegend": False,
@@ -148,5 +152,5 @@ def _tips(texts: Iterable[str]) -> list[str]:
 
 
 def _literal(text: str) -> str:
-    """Return text as plotly shows it literally: it takes some elements and entities of HTML for markup."""
+    """Return text escaped for plotly, which interprets some HTML elements and entities."""
     return str(escape(plain_text(text)))

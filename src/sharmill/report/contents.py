@@ -1,4 +1,4 @@
-"""Sections of accounts and charts: from input to output, cuts, pilot, speakers, codebooks, stages, and the card."""
+"""Sections with record counts and charts: input to output, cuts, speakers, codebooks, stages, and the dataset card."""
 
 import math
 from collections import Counter
@@ -21,7 +21,7 @@ from sharmill.report.text import show_number
 from sharmill.shar.histograms import SCALES, Histogram
 
 _MOST_ROWS: Final = 12
-# Upper ends of how often a clip serves as context.
+# Upper bounds of the bins for the number of times a clip is used as context.
 _USES: Final = (1, 2, 3, 4, 5, 10, 20, 50, 100)
 _CURVE_POINTS: Final = 60
 _BINS_PER_POINT: Final = 4
@@ -36,22 +36,22 @@ _TITLES: Final = {
     "loudness": ("Level of targets", "dB of full scale, RMS"),
     "speech_level": ("Level of speech in targets", "dB of full scale, RMS of all but silence"),
     "context_speech_level": ("Level of speech in contexts", "dB of full scale, RMS of all but silence"),
-    "loudness_difference": ("Level of speech in contexts above that in their targets", "dB"),
+    "loudness_difference": ("Speech level of contexts relative to their targets", "dB"),
     "peak": ("Loudest sample of targets", "dB of full scale"),
-    "clipped": ("Clipping of targets", "share of the samples that are at full scale"),
-    "clipped_in_writing": ("Targets clipped in writing", "share of the samples that were beyond full scale"),
-    "context_clipped_in_writing": ("Contexts clipped in writing", "share of the samples that were beyond full scale"),
+    "clipped": ("Clipping of targets", "share of samples at full scale"),
+    "clipped_in_writing": ("Targets clipped in writing", "share of samples that exceeded full scale"),
+    "context_clipped_in_writing": ("Contexts clipped in writing", "share of samples that exceeded full scale"),
     "silence": ("Silence in targets", "share of the time, 40 dB below the loud parts"),
-    "bandwidth": ("Bandwidth of targets", "kHz, up to which speech is heard"),
+    "bandwidth": ("Bandwidth of targets", "kHz, highest frequency of speech"),
 }
 _OF_AUDIO: Final = frozenset(Sound._fields) | {"context_speech_level", "loudness_difference"}
-# The most ranks that are shown one by one; of more, the distribution is shown.
+# Up to this number, ranks are shown individually; otherwise their distribution is shown.
 _MOST_RANKS: Final = 40
 _GRID: Final = Markup('<div class="grid2">{}</div>')
 
 
 def _make_funnel(facts: Facts) -> Markup | None:
-    """Return the accounts of the stages, with examples of what was rejected; None without a run directory."""
+    """Return the record counts of the stages, with examples of rejects; None without a run directory."""
     if facts.run is None:
         return None
     stages = [stage for stage in facts.run.stages if stage.counts == "records"]
@@ -73,14 +73,14 @@ def _make_funnel(facts: Facts) -> Markup | None:
 
 
 def _largest(rows: dict[str, dict[str, Any]]) -> tuple[list[tuple[str, dict[str, Any]]], int]:
-    """Return the rows with the most hours, and how many there are beside them."""
+    """Return the rows with the most hours, and the number of remaining rows."""
     kept = [(name, row) for name, row in rows.items() if row["records_in"]]
     kept.sort(key=lambda one: (-one[1]["hours_out"], one[0]))
     return kept[:_MOST_ROWS], max(0, len(kept) - _MOST_ROWS)
 
 
 def _make_card(facts: Facts) -> Markup:
-    """Return what the dataset is, and what it was made with."""
+    """Return the dataset card: its properties, models, versions and devices."""
     stages = facts.run.stages if facts.run else []
     versions: dict[str, Any] = {}
     for found in [stage.identity.get("versions") for stage in stages]:
@@ -99,7 +99,7 @@ def _make_card(facts: Facts) -> Markup:
 
 
 def _make_contents(facts: Facts) -> Markup | None:
-    """Return histograms of the cuts, or None where there is no dataset."""
+    """Return histograms of the cuts; None without a dataset."""
     if facts.measures is None:
         return None
     charts = []
@@ -110,21 +110,21 @@ def _make_contents(facts: Facts) -> Markup | None:
             charts.append(figure(title, *_draw(name, found, label, color=2 if of_audio else 0)))
     num_heard = facts.sound.histograms["loudness"].total if facts.sound else 0
     is_drawn = facts.sample is not None and facts.sound is facts.sample.measures and num_heard < facts.measures.num_cuts
-    drawn = " drawn at random" if is_drawn else ""
-    note = f"Charts in blue are of {facts.origin}; those in green are of the audio of {num_heard:,} cuts{drawn}."
+    drawn = " randomly drawn" if is_drawn else ""
+    note = f"Blue charts show {facts.origin}; green charts show the audio of {num_heard:,}{drawn} cuts."
     return Markup("<p>{}</p>").format(note) + _GRID.format(Markup("").join(charts))
 
 
 def _draw(name: str, found: Histogram, label: str, color: int) -> tuple[Markup, str]:
-    """Return the chart of a histogram, and its median and range in words."""
+    """Return the chart of a histogram, and a note with its median and range."""
     scale = SCALES[name]
     together = math.ceil(len(found.counts) / _MOST_BARS)
     first, counts = _take_together(found, together)
-    # A few bins alone would look as if they were wide.
+    # Empty bins are added around a few bins, which would otherwise look wide.
     wanted = max(0, (_FEWEST_BARS - len(counts)) // 2)
     before, after = min(wanted, first), min(wanted, math.ceil(scale.num_bins / together) - first - len(counts))
     counts = [0] * before + counts + [0] * after
-    # The last bar has fewer bins than the others where the scale ends within it.
+    # The last bar covers fewer bins if the scale ends within it.
     edges = [
         scale.low + min((first - before + number) * together, scale.num_bins) * scale.width
         for number in range(len(counts) + 1)
@@ -140,7 +140,7 @@ def _draw(name: str, found: Histogram, label: str, color: int) -> tuple[Markup, 
 
 
 def _make_codes(facts: Facts) -> Markup | None:
-    """Return the use of the codebooks of each codec, or None where there are no codes."""
+    """Return the use of the codebooks of each codec; None without codes."""
     charts = []
     of_all = facts.run.code_counts if facts.run else {}
     for name, counts in ((facts.sample.code_counts if facts.sample else {}) | of_all).items():
@@ -155,22 +155,22 @@ def _make_codes(facts: Facts) -> Markup | None:
         charts += [
             figure(
                 f"{name}: codes in use",
-                columns(books, used, label="codebook", description="Share of the codes that occur",
+                columns(books, used, label="codebook", description="Share of codes that occur",
                         show="{:.1%}".format),
-                f"Share of {counts.shape[1]:,} codes that occur in {frames}",
+                f"Share of the {counts.shape[1]:,} codes that occur in {frames}",
             ),
             figure(
                 f"{name}: entropy",
                 columns(books, entropy.tolist(), label="codebook", description="Bits per code",
                         show="{:.2f} bit".format),
-                f"{entropy.mean():.2f} bit per code on average, of {math.log2(counts.shape[1]):.2f} possible",
+                f"{entropy.mean():.2f} bits per code on average; the maximum is {math.log2(counts.shape[1]):.2f}",
             ),
         ]  # fmt: skip
     return _GRID.format(Markup("").join(charts)) if charts else None
 
 
 def _make_work(facts: Facts) -> Markup | None:
-    """Return sizes of shards, and times and rates of stages, by rank."""
+    """Return the sizes of shards, and the times and rates of stages by rank."""
     charts = []
     if facts.shards:
         sizes = [sum(file.size for file in shard.fields.values()) / 1e6 for shard in facts.shards]
@@ -184,10 +184,8 @@ def _make_work(facts: Facts) -> Markup | None:
     for view, pace in views:
         if pace.on_gpu and pace.worked:
             shares = {rank: 100 * share for rank, share in pace.worked.items()}
-            chart, note = _by_rank(
-                shares, "%", f"{view.name}: the share of its time in which the GPU of each rank works"
-            )
-            ranks.append(figure(f"Work of the GPUs of {view.name}, by rank", chart, pace.bottleneck or note))
+            chart, note = _by_rank(shares, "%", f"{view.name}: share of the time in which the GPU of each rank is busy")
+            ranks.append(figure(f"GPU utilization of {view.name}, by rank", chart, pace.bottleneck or note))
     return render("work.html", rows=views, charts=charts, ranks=ranks) if charts or views else None
 
 
@@ -197,7 +195,7 @@ def _rates(view: StageView, rates: dict[int, float]) -> tuple[Markup, str]:
 
 
 def _by_rank(values: dict[int, float], unit: str, description: str) -> tuple[Markup, str]:
-    """Return a column for each rank, or a histogram where there are many, and their range in words."""
+    """Return a chart with a column per rank, or a histogram of many ranks, and a note with the range."""
     if len(values) > _MOST_RANKS:
         return _spread(list(values.values()), unit, "ranks")
     names = [f"rank {rank}" if len(values) < 6 else str(rank) for rank in values]
@@ -209,7 +207,7 @@ def _by_rank(values: dict[int, float], unit: str, description: str) -> tuple[Mar
 
 
 def _spread(values: Sequence[float], unit: str, things: str) -> tuple[Markup, str]:
-    """Return a histogram of values of which there may be any number, and their range in words."""
+    """Return a histogram of any number of values, and a note with their median and range."""
     counts, edges = np.histogram(values, bins=min(_MOST_BARS, max(4, math.isqrt(len(values)))))
     low, median, high = np.quantile(values, (0, 0.5, 1)).tolist()
     note = f"{len(values):,} {things}: median {show_number(median)}, {show_number(low)} to {show_number(high)} {unit}"
@@ -217,7 +215,7 @@ def _spread(values: Sequence[float], unit: str, things: str) -> tuple[Markup, st
 
 
 def _make_voices(facts: Facts) -> Markup | None:
-    """Return the charts of speakers and contexts, or None where nothing is known of them."""
+    """Return the charts of speakers and contexts; None if no data is available."""
     charts = [*_speakers(facts), *_context_uses(facts)]
     if facts.run is not None and len(facts.run.voices) > 2:
         charts += [_similarities(facts, facts.run.voices), _map(facts.run.voices)]
@@ -240,11 +238,14 @@ def _speakers(facts: Facts) -> Iterator[Markup]:
     shown = np.unique(np.linspace(0, len(sums) - 1, _CURVE_POINTS).astype(int))
     points = list(zip(x[shown].tolist(), sums[shown].tolist(), strict=True))
     top = 1 - float(np.interp(0.9, x, sums))
-    note = f"{len(shares):,} speakers; the largest tenth has {top:.0%} of the hours; Gini {gini:.2f}; of {origin}"
+    note = (
+        f"{len(shares):,} speakers; the largest tenth has {top:.0%} of the hours; Gini coefficient {gini:.2f}; based "
+        f"on {origin}"
+    )
     yield figure(
-        "How even the speakers are",
+        "Distribution of hours over speakers",
         curves(
-            [("speakers, from small to large", points), ("all alike", [(0, 0), (1, 1)])], x=(0, 1), y=(0, 1),
+            [("speakers, smallest first", points), ("equal speakers", [(0, 0), (1, 1)])], x=(0, 1), y=(0, 1),
             label="share of the speakers", description=f"Lorenz curve: {note}.",
         ),
         note,
@@ -252,7 +253,7 @@ def _speakers(facts: Facts) -> Iterator[Markup]:
 
 
 def _context_uses(facts: Facts) -> Iterator[Markup]:
-    """Yield how often a clip serves as context."""
+    """Yield the chart of the number of times a clip is used as context."""
     if facts.run is not None and facts.run.context_uses is not None:
         uses, origin = facts.run.context_uses, facts.origin_of_run
     else:
@@ -267,17 +268,18 @@ def _context_uses(facts: Facts) -> Iterator[Markup]:
     names.append(f"over {_USES[-1]}")
     counts = np.bincount(ends, minlength=len(names))[: int(ends.max()) + 1].tolist()
     note = (
-        f"{len(uses):,} clips are contexts, {uses.mean():.1f} times on average, one {uses.max():,} times; of {origin}"
+        f"{len(uses):,} clips are used as context, {uses.mean():.1f} times on average and up to {uses.max():,} times; "
+        f"based on {origin}"
     )
     yield figure(
-        "How often one clip is a context",
+        "Uses of a clip as context",
         columns(names[: len(counts)], counts, label="times", description=f"{note}.", show="{:,} clips".format),
         note,
     )  # fmt: skip
 
 
 def _similarities(facts: Facts, voices: Sequence[tuple[str, np.ndarray]]) -> Markup:
-    """Return curves of the similarities within groups, across groups, and of the contexts that were chosen."""
+    """Return curves of the similarities within groups, across groups, and of the chosen contexts."""
     vectors = np.stack([vector for _, vector in voices])
     groups = np.unique([group for group, _ in voices], return_inverse=True)[1]
     first, second = np.triu_indices(len(vectors), 1)
@@ -290,7 +292,7 @@ def _similarities(facts: Facts, voices: Sequence[tuple[str, np.ndarray]]) -> Mar
     series = [(name, _density(one)) for name, one in found.items() if one.counts]
     points, scale = [point for _, curve in series for point in curve], SCALES["similarity"]
     medians = ", ".join(f"{name} {one.quantile(0.5, scale):.2f}" for name, one in found.items() if one.counts)
-    note = f"Medians: {medians}; pairs of {len(vectors):,} sampled utterances"
+    note = f"Medians: {medians}; based on pairs of {len(vectors):,} sampled utterances"
     return figure(
         "Similarity within and across groups",
         curves(
@@ -302,7 +304,7 @@ def _similarities(facts: Facts, voices: Sequence[tuple[str, np.ndarray]]) -> Mar
 
 
 def _density(found: Histogram) -> list[tuple[float, float]]:
-    """Return the shares of wide bins as points of a curve."""
+    """Return the points of a curve: centers and shares of wide bins."""
     scale = SCALES["similarity"]
     first, counts = _take_together(found, _BINS_PER_POINT)
     width = scale.width * _BINS_PER_POINT
@@ -311,18 +313,18 @@ def _density(found: Histogram) -> list[tuple[float, float]]:
 
 
 def _take_together(found: Histogram, together: int) -> tuple[int, list[int]]:
-    """Return the number of the first wide bin that has counts, and the counts of wide bins of so many bins each."""
+    """Return the number of the first wide bin with counts, and the counts of wide bins of ``together`` bins each."""
     before, after = found.first % together, -(found.first + len(found.counts)) % together
     counts = np.pad(found.counts, (before, after)).reshape(-1, together).sum(axis=1)
     return found.first // together, counts.tolist()
 
 
 def _map(voices: Sequence[tuple[str, np.ndarray]]) -> Markup:
-    """Return the voices projected on the two directions in which they differ most."""
+    """Return a map of the voices, projected onto their two principal components."""
     vectors = np.stack([vector for _, vector in voices])
     centered = vectors - vectors.mean(axis=0)
     _, strengths, directions = np.linalg.svd(centered, full_matrices=False)
-    # A direction has no sign of its own: the largest part is positive on every machine.
+    # The sign of a component is arbitrary, so the largest element is made positive, for equal maps on all machines.
     signs = np.sign(directions[np.arange(2), np.abs(directions[:2]).argmax(axis=1)])
     places = centered @ (directions[:2] * signs[:, None]).T
     shown = float((strengths[:2] ** 2).sum() / max(float((strengths**2).sum()), 1e-9))
@@ -330,14 +332,14 @@ def _map(voices: Sequence[tuple[str, np.ndarray]]) -> Markup:
     color = {group: number for number, group in enumerate(sorted(largest))}
     points = [(float(x), float(y), color[group], group) for (x, y), (group, _) in zip(places, voices, strict=True)]
     note = (
-        f"{len(points):,} utterances of {len(largest):,} groups on their two main components, which have {shown:.0%} "
-        "of the variance; a colour serves several groups where there are more than eight"
+        f"{len(points):,} utterances of {len(largest):,} groups, projected onto two principal components with "
+        f"{shown:.0%} of the variance; with more than eight groups, several groups share a colour"
     )
     return figure("Map of the voices", scatter(points, description=f"{note}."), note)
 
 
 FUNNEL = Section("funnel", "From input to output", 10, _make_funnel)
-CONTENTS = Section("contents", "What the cuts are like", 30, _make_contents)
+CONTENTS = Section("contents", "Properties of the cuts", 30, _make_contents)
 VOICES = Section("voices", "Speakers and contexts", 40, _make_voices)
 CODES = Section("codes", "Codebooks", 50, _make_codes)
 WORK = Section("work", "Shards and stages", 60, _make_work)

@@ -1,8 +1,8 @@
-"""Facts about a run and its dataset that the sections of the page are made of.
+"""Facts about a run and its dataset, from which the sections of the report are made.
 
-Of a run directory they are complete: the stages have noted them in their commit records. Of a dataset alone they come
-from its index and a sample of its cuts, with pairs that are worth hearing. The same dataset gives the same sample,
-which is drawn by the checksum of the index. Items that cannot be read are counted.
+With a run directory the facts cover all cuts, since the stages record them in their commits. Without it, they come from
+the index of the dataset and a sample of its cuts. The sample also has pairs of target and context to listen to. It is
+seeded with the checksum of the index, so a dataset always gives the same sample. Unreadable items are counted.
 """
 
 import heapq
@@ -43,26 +43,26 @@ from sharmill.shar.index import CodecRecord, DatasetRecord, FieldFile, ShardReco
 
 _MAX_SHARDS: Final = 12
 _MAX_CUTS_PER_SHARD: Final = 2000
-# The most codes of a codec whose use is counted.
+# Limit on codebooks times codebook size, above which codes are not counted.
 _MAX_CODES: Final = 1 << 24
-# Cuts whose audio is decoded and whose codes are counted.
+# Number of cuts whose audio is decoded and whose codes are counted.
 _MEASURED: Final = 400
 _RANDOM_PAIRS: Final = 10
-# The reason for which they were chosen.
+# The reason for choosing a random pair.
 RANDOM: Final = "random"
 _WORST_PAIRS: Final = 4
 _EXAMPLES: Final = 3
-# Lines of rejects in which examples are looked for.
+# Number of lines of rejects that are searched for examples.
 _LINES_SEARCHED: Final = 200_000
 _DAMAGED_VOICES: Final = "the voices that a commit of match notes are damaged: {}"
 
-# A cut by its shard and its number there.
+# Shard of a cut, and its number in the shard.
 _Place = tuple[int, int]
 
 
 @dataclass(frozen=True)
 class Pair:
-    """A cut to listen to, and the reasons for which it was chosen."""
+    """Cut to listen to, with the reasons for choosing it and its measures."""
 
     stored: StoredCut
     reasons: list[str]
@@ -71,14 +71,15 @@ class Pair:
 
 @dataclass
 class DatasetSample:
-    """The finds in a sample of shards.
+    """Facts from a sample of shards.
 
     Attributes:
-        measures: of the cuts in the sampled shards; those of audio are of fewer.
-        context_uses: where each context occurs in these shards, by its path and offset.
+        measures: measures of the cuts in these shards; measures of audio cover fewer cuts.
+        context_uses: places of each context in these shards, by its path and offset.
         speakers: seconds of target audio by speaker in these shards.
-        code_counts: for each codec how often each code was seen (codebooks, codebook size).
-        unreadable: how many items could not be read, by what was wrong.
+        code_counts: frequency of each code by codec, shape (codebooks, codebook size).
+        pairs: cuts to listen to.
+        unreadable: number of unreadable items by problem.
     """
 
     num_shards: int
@@ -92,14 +93,14 @@ class DatasetSample:
 
     @contextmanager
     def counting_damage(self, prefix: str = "", count: int = 1) -> Iterator[None]:
-        """Count items that cannot be read, and go on."""
+        """Count unreadable items instead of raising their errors."""
         try:
             yield
         except (DamagedShard, RejectRecord) as error:
             self.unreadable[f"{prefix}{error}"] += count
 
     def describe(self) -> str:
-        """Return a phrase that says how large the sample is."""
+        """Return a phrase with the size of the sample."""
         return f"a sample of {self.num_cuts:,} cuts in {self.num_shards:,} shards"
 
 
@@ -111,9 +112,9 @@ def _sample_dataset(
 
     Args:
         seed: the checksum of the index.
-        measures: of all cuts, where a run directory has them: they name the extreme cuts, and those of audio are not
-            taken from the sample.
-        counted: codecs whose codes a run directory has counted, which need not be counted in the sample.
+        measures: measures of all cuts from a run directory, if available. They provide the extreme cuts and replace the
+            audio measures of the sample.
+        counted: codecs whose codes are already counted in a run directory.
     """
     rng = np.random.default_rng(list(seed.encode()))
     filled = [shard for shard in shards if shard.count]
@@ -168,12 +169,12 @@ def _sample_dataset(
 def _read_cuts(
     sample: DatasetSample, directory: Path, shards: Mapping[int, ShardRecord], places: Iterable[_Place]
 ) -> Iterator[StoredCut]:
-    """Yield the cuts at places, shard and number, in their order; those that cannot be read are counted."""
+    """Yield the cuts at these places in order; unreadable cuts are counted."""
     for index, group in groupby(places, key=itemgetter(0)):
         with sample.counting_damage():
             if index not in shards:
-                # The run directory is not that of this dataset, or its files are damaged.
-                raise DamagedShard(f"{directory} has no shard {index}, of which the run directory names a cut")
+                # The run directory belongs to another dataset or is damaged.
+                raise DamagedShard(f"{directory} has no shard {index}, although the run directory names a cut in it")
             read = open_stored_shard(directory, shards[index])
             for _, number in group:
                 with sample.counting_damage():
@@ -183,9 +184,9 @@ def _read_cuts(
 def _measure_cuts(
     sample: DatasetSample, record: DatasetRecord, codecs: Sequence[CodecRecord], cuts: Iterable[StoredCut]
 ) -> None:
-    """Add measures of the audio of cuts, and count the codes of codecs in their targets."""
+    """Add measures of the audio of cuts, and count the codes of their targets."""
     for stored in cuts:
-        # Among rows without values, so that the places of the extremes are those of the cuts.
+        # Empty rows come first, so that the place of the row is the place of the cut.
         rows: list[dict[str, float]] = [{}] * stored.number + [_sound_values(sample, record, stored)]
         sample.measures.add(CutMeasures.from_rows(rows, stored.shard))
         for codec in codecs:
@@ -194,12 +195,12 @@ def _measure_cuts(
                 with sample.counting_damage():
                     codes, size = read_codes(item), codec.codebook_size
                     if len(codes) != codec.num_codebooks or (codes.size and not 0 <= codes.min() <= codes.max() < size):
-                        raise DamagedShard(f"{item.cut_id}: codes beyond the codebooks")
+                        raise DamagedShard(f"{item.cut_id}: codes outside the codebooks")
                     sample.code_counts[codec.name] += np.stack([np.bincount(row, minlength=size) for row in codes])
 
 
 def _sound_values(sample: DatasetSample, record: DatasetRecord, stored: StoredCut) -> dict[str, float]:
-    """Return the measures of the audio of a cut, as far as it can be read."""
+    """Return the audio measures of a cut, without those of unreadable audio."""
     sounds: dict[bool, Sound] = {}
     for name in record.audio_fields:
         item = stored.items.get(name)
@@ -211,10 +212,13 @@ def _sound_values(sample: DatasetSample, record: DatasetRecord, stored: StoredCu
 
 @dataclass(frozen=True)
 class StageFacts:
-    """The accounts and the times of a stage, which may be a round of the step that users know.
+    """Record counts and times of a stage, which may be one round of a step.
 
-    ``view`` has its units and its pace. ``totals`` is None as long as it is not finished; it is of what the stage
-    ``counts``. ``examples`` are rejects by reason: a sentence and what the record is called.
+    Attributes:
+        view: units and pace.
+        counts: the things that ``totals`` counts.
+        totals: the totals; None until the stage is finished.
+        examples: examples of rejects by reason, each with a sentence and the name of the record.
     """
 
     view: StageView
@@ -227,16 +231,16 @@ class StageFacts:
 
 @dataclass
 class RunFacts:
-    """Facts that only a run directory has.
+    """Facts that are available only from a run directory.
 
     Attributes:
-        run_dir: where it is.
+        run_dir: the run directory.
         config: the resolved configuration, as YAML.
-        stats: hours by dataset, language and speaker, as ``stats.json`` has them; empty before prepare has ended.
-        voices: names of groups, and the embedding of an utterance of each, sampled.
-        measures: of all cuts, once they are written.
-        context_uses: how often each segment serves as context.
-        code_counts: for each codec how often each code occurs in all segments (codebooks, codebook size).
+        stats: hours by dataset, language and speaker from ``stats.json``; empty before the end of prepare.
+        voices: sampled utterances, each with the name of its group and its embedding.
+        measures: measures of all cuts; None before they are written.
+        context_uses: number of uses of each segment as context.
+        code_counts: frequency of each code in all segments by codec, shape (codebooks, codebook size).
     """
 
     run_dir: RunDir
@@ -251,17 +255,17 @@ class RunFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """All that the page is made of.
+    """All facts for the report.
 
     Attributes:
-        name: of the dataset.
-        dataset_dir: where it is.
-        record: the content of its index; None if it is not on the page.
-        shards: its shards.
-        absence: the reason that it is not on the page; empty if it is.
-        run: of a run directory.
-        models: the codecs that may be loaded to decode codes: name in the dataset -> model, as the user named it.
-        decode: load codecs.
+        name: name of the dataset.
+        dataset_dir: the dataset directory.
+        record: record of the dataset; None if the report does not cover the dataset.
+        shards: shards of the dataset.
+        absence: the reason why the report does not cover the dataset; empty if it does.
+        run: facts of the run directory; None without one.
+        models: codecs that may be loaded to decode codes: name in the dataset -> model named by the user.
+        decode: load codecs to decode codes.
     """
 
     name: str
@@ -275,12 +279,12 @@ class Facts:
 
     @cached_property
     def index_checksum(self) -> str:
-        """The checksum of the index, in which are those of all files."""
+        """Checksum of the index, which contains the checksums of all files."""
         return checksum(self.dataset_dir / SHARDS_FILE)
 
     @cached_property
     def sample(self) -> DatasetSample | None:
-        """A sample of the cuts, drawn by the checksum of the index: the same for the same dataset."""
+        """Sample of the cuts, seeded with the checksum of the index; None without cuts."""
         if self.record is None or not self.record.num_cuts:
             return None
         return _sample_dataset(
@@ -290,34 +294,34 @@ class Facts:
 
     @cached_property
     def all_measures(self) -> list[CutMeasures]:
-        """The measures of the cuts of the run, and those of the sample, as far as there are any."""
+        """Available measures: of all cuts of the run, and of the sample."""
         found = (self.run.measures if self.run else None, self.sample.measures if self.sample else None)
         return [measures for measures in found if measures is not None]
 
     @property
     def measures(self) -> CutMeasures | None:
-        """The measures of all cuts, or else of the sample."""
+        """Measures of all cuts if available, otherwise of the sample."""
         return next(iter(self.all_measures), None)
 
     @property
     def sound(self) -> CutMeasures | None:
-        """The measures of audio: those that the stages noted, or else those of a sample of audio, or None."""
+        """Measures of audio: from the stages if available, otherwise from the sample; None without either."""
         return next((measures for measures in self.all_measures if measures.has_sound), None)
 
     @property
     def has_other_cuts(self) -> bool:
-        """True if the dataset has cuts that the run did not write: others were appended to it."""
+        """True if the dataset contains cuts from other runs, which were appended to it."""
         measures = self.run and self.run.measures
         return bool(self.record and measures and measures.num_cuts != self.record.num_cuts)
 
     @property
     def origin_of_run(self) -> str:
-        """A phrase about what the numbers of the run directory are of."""
+        """Phrase for the cuts that the numbers of the run directory cover."""
         return "the cuts of this run, a part of the dataset" if self.has_other_cuts else "all cuts"
 
     @property
     def origin(self) -> str:
-        """A phrase about what ``measures`` are of."""
+        """Phrase for the cuts that ``measures`` cover."""
         if self.run is not None and self.run.measures is not None:
             return self.origin_of_run
         return self.sample.describe() if self.sample else "nothing"
@@ -327,8 +331,8 @@ def read_dataset_facts(directory: Path, models: Mapping[str, str]) -> Facts:
     """Return the facts about a dataset without its run directory.
 
     Raises:
-        ConfigError: there is no finished dataset.
-        DamagedShard: its index is damaged.
+        ConfigError: the folder is not a finished dataset.
+        DamagedShard: the index is damaged.
     """
     record = read_dataset(directory)
     return Facts(
@@ -343,12 +347,12 @@ def read_dataset_facts(directory: Path, models: Mapping[str, str]) -> Facts:
 def read_run_facts(
     config: Config, stages: Sequence[StageRun], models: Mapping[str, str], *, decode: bool = True
 ) -> Facts:
-    """Return the facts about a run, which need not be finished, and its dataset, which need not be there.
+    """Return the facts about a run and its dataset; the run may be unfinished, and the dataset may be missing.
 
     Args:
         stages: all stages of the run.
-        models: codecs that may be loaded, by their names in the dataset.
-        decode: load codecs.
+        models: codecs that may be loaded, by name in the dataset.
+        decode: load codecs to decode codes.
     """
     run_dir, dataset_dir = RunDir(Path(config.run_dir)), Path(config.dataset_dir)
     run = RunFacts(run_dir, read_stored(run_dir.config).decode(errors="replace"))
@@ -363,7 +367,7 @@ def read_run_facts(
         elif stage.kind == "write" and facts.totals:
             run.measures = measures
         elif stage.kind == "encode.segments" and facts.totals:
-            # The second row is of contexts, if the dataset has any.
+            # The rows after the first are contexts, if the dataset has any.
             uses = np.bincount(np.ravel(map_stored_array(stage.product("encode.segments/numbers"))[1:]))
             run.context_uses = uses[uses > 0]
     about_run = Facts(
@@ -376,17 +380,17 @@ def read_run_facts(
         return replace(about_run, absence=str(error))
     if run_dir.config.stat().st_uid != os.geteuid() and not _wrote_all(stages, shards):
         return replace(about_run, absence=(
-            f"{run_dir.config} belongs to another user, and not all of that dataset was made by this run; sharmill "
-            f"report {dataset_dir} shows it"
+            f"{run_dir.config} belongs to another user, and the run did not write all of the dataset; run sharmill "
+            f"report {dataset_dir} for a report on the dataset"
         ))  # fmt: skip
     return replace(about_run, record=record, shards=shards)
 
 
 def _wrote_all(stages: Sequence[StageRun], shards: Sequence[ShardRecord]) -> bool:
-    """Return True if the ledgers of a run have all files of a dataset with these shards.
+    """Return True if the ledgers of a run contain all files of a dataset with these shards.
 
-    The configuration of another user may name any dataset that this user alone may read, and that user would find the
-    page in the run directory.
+    Otherwise a configuration of another user could name a dataset that only the present user may read, and its contents
+    would appear on a page in the other user's run directory.
     """
     files = [file for stage in stages if stage.shares_root for file in committed_files(stage)]
     own = {FieldFile(file.name, file.size, file.xxh3) for file in files}
@@ -394,7 +398,7 @@ def _wrote_all(stages: Sequence[StageRun], shards: Sequence[ShardRecord]) -> boo
 
 
 def _read_stage(stage: StageRun, measures: CutMeasures, voices: list[tuple[str, np.ndarray]]) -> StageFacts:
-    """Return the facts of a stage; add what its commits have noted."""
+    """Return the facts of a stage, and add the measures and voices from its commits."""
     if not stage.dir.units.exists():
         return StageFacts(StageReader(stage).read(), stage.kind, stage.counts)
     units, totals = stage.dir.read_units(), stage.dir.read_totals()
@@ -403,7 +407,7 @@ def _read_stage(stage: StageRun, measures: CutMeasures, voices: list[tuple[str, 
         if stage.kind == "write":
             if "cuts" not in commit.stats:
                 raise ConfigError(
-                    "a commit of write has no measures of its cuts: name the dataset instead of the run directory",
+                    "a commit of write lacks measures of its cuts: name the dataset instead of the run directory",
                     code="damaged_run_dir",
                 )
             measures.add(CutMeasures.unpack(commit.stats["cuts"]))
@@ -433,7 +437,7 @@ class _Hours(msgspec.Struct):
 
 
 class _Stats(_Hours):
-    """The part of ``stats.json`` that a page shows."""
+    """The part of ``stats.json`` that is used in the report."""
 
     by_dataset: dict[str, _Hours]
     by_language: dict[str, _Hours]
@@ -441,7 +445,7 @@ class _Stats(_Hours):
 
 
 def _examples(path: Path, reasons: dict[str, int]) -> dict[str, list[tuple[str, str]]]:
-    """Return the first rejects of each reason."""
+    """Return the first rejects for each reason."""
     found = defaultdict[str, list[tuple[str, str]]](list)
     missing = sum(min(count, _EXAMPLES) for count in reasons.values())
     for reject in islice(read_records(path, Reject), _LINES_SEARCHED):

@@ -1,6 +1,6 @@
-"""The listening table: pairs of target and context with players, pictures and text, and both made from codes.
+"""Listening table: pairs of target and context with players, pictures and text, and with audio decoded from codes.
 
-Pictures of a piece of audio are the waveform as an SVG path, and the log-mel spectrogram as a PNG.
+The pictures of a clip are its waveform as an SVG path and its log-mel spectrogram as a PNG.
 """
 
 import base64
@@ -26,11 +26,11 @@ from sharmill.shar.fields import CONTEXT_AUDIO
 from sharmill.shar.histograms import supervision_of
 from sharmill.shar.index import CodecRecord, DatasetRecord
 
-# Bytes of all clips together, as text in the page, which is to stay below 4 MB; 1.2 MB of it draw the charts.
+# Limit on the encoded size of all clips, to keep the page below 4 MB, of which the chart library takes 1.2 MB.
 _MAX_BYTES: Final = 2_600_000
 _MAX_SECONDS: Final = 8.0
 _RATES: Final = (16000, 24000)
-# libsndfile's level for Opus at 24 kbit/s: 0 is 256 kbit/s, and 1 is 6.
+# libsndfile's compression level for Opus at 24 kbit/s: level 0 is 256 kbit/s, level 1 is 6 kbit/s.
 _COMPRESSION: Final = (256 - 24) / (256 - 6)
 
 _WINDOW: Final = 0.032
@@ -38,15 +38,15 @@ _HOP: Final = 0.010
 _NUM_MELS: Final = 64
 _PICTURE_WIDTH: Final = 200
 _WAVE_COLUMNS: Final = 100
-# Dark to bright, the same in both themes.
+# Colours from dark to bright, which are the same in both themes.
 _PALETTE: Final = ((13, 17, 43), (59, 31, 107), (140, 41, 99), (221, 81, 58), (252, 165, 53), (252, 244, 190))
 
-# A player for the template: its role, audio and pictures as ``data:`` addresses, and its length before it was cut.
+# Values of a player for the template: role, audio and pictures as ``data:`` URLs, and length before shortening.
 _Clip = dict[str, Any]
 
 
 def _wave_path(samples: np.ndarray) -> str:
-    """Return the outline of audio (samples,) as a path in a box of 100 by 20, scaled to its peak.
+    """Return the outline of audio (samples,) as an SVG path in a box of 100 by 20, scaled to its peak.
 
     >>> _wave_path(np.array([0.0, 1.0]))
     'M0 10V10M1 10V0'
@@ -62,9 +62,9 @@ def _wave_path(samples: np.ndarray) -> str:
 
 
 def mel_picture(samples: np.ndarray, sampling_rate: int) -> str:
-    """Return the log-mel spectrogram of audio (samples,) as a ``data:`` address of a PNG, low frequencies below."""
+    """Return the log-mel spectrogram of audio (samples,) as a ``data:`` URL of a PNG, low frequencies at the bottom."""
     size = round(_WINDOW * sampling_rate)
-    # Bins twice as fine as the window makes them, so that the narrowest filter has one.
+    # The FFT is twice as long as the window, so that the narrowest filter covers at least one bin.
     transform = MelSpectrogram(
         sampling_rate, n_fft=2 * size, win_length=size, hop_length=round(_HOP * sampling_rate), n_mels=_NUM_MELS,
         pad_mode="constant",
@@ -73,7 +73,7 @@ def mel_picture(samples: np.ndarray, sampling_rate: int) -> str:
     mels = np.stack([part.mean(axis=0) for part in np.array_split(frames, min(_PICTURE_WIDTH, len(frames)))])
     levels = 10 * np.log10(np.maximum(mels, 1e-9))
     shades = np.clip((levels - (float(levels.max()) - 70.0)) / 70.0, 0.0, 1.0)
-    # Sixteen shades are enough to look at, and a third of the bytes of all.
+    # Sixteen shades look good enough, and take a third of the bytes of 256 shades.
     pixels = (np.rint(shades * 15) * 17).astype(np.uint8).T[::-1]
     steps = np.linspace(0, len(_PALETTE) - 1, 256)
     colors = [np.interp(steps, range(len(_PALETTE)), channel) for channel in zip(*_PALETTE, strict=True)]
@@ -92,17 +92,17 @@ def mel_picture(samples: np.ndarray, sampling_rate: int) -> str:
 
 
 def make_listening(facts: Facts) -> Markup | None:
-    """Return the table, or None where there is no dataset."""
+    """Return the table; None without a dataset."""
     if facts.sample is None or facts.record is None:
         return None
     decoders, problems = _load_decoders(facts, facts.record.codecs)
     if unreadable := facts.sample.unreadable:
-        problems.insert(0, f"{sum(unreadable.values())} items could not be read, the first: {next(iter(unreadable))}")
+        problems.insert(0, f"{sum(unreadable.values())} items could not be read; the first: {next(iter(unreadable))}")
     rows = []
     size = left_out = 0
     for pair in facts.sample.pairs:
         try:
-            # The others were chosen for their audio.
+            # Codes are decoded only for random pairs, since all other pairs were chosen for their audio.
             clips = list(_clips(pair.stored, facts.record, decoders if RANDOM in pair.reasons else []))
         except (DamagedShard, RejectRecord) as error:
             problems.append(f"{pair.stored.cut.get('id')}: {error}")
@@ -121,13 +121,13 @@ def make_listening(facts: Facts) -> Markup | None:
 def _load_decoders(
     facts: Facts, codecs: Sequence[CodecRecord]
 ) -> tuple[list[tuple[CodecRecord, DecodingCodec]], list[str]]:
-    """Return those of the dataset's codecs that can decode, and a sentence about each that cannot."""
+    """Return the codecs of the dataset that can decode, and a sentence about each codec that cannot."""
     decoders, problems = [], []
     if codecs and not facts.decode:
-        problems.append("Codes are not decoded in a job of a cluster; sharmill report makes the page with them.")
+        problems.append("Codes are not decoded in cluster jobs; run sharmill report to include decoded audio.")
     for codec in codecs if facts.decode else ():
         if not codec.trained:
-            problems.append(f"The codec {codec.name} is untrained: its codes are noise, and are not decoded.")
+            problems.append(f"The codec {codec.name} is untrained: its codes are noise and are not decoded.")
             continue
         try:
             decoders.append((codec, load_decoder(codec, facts.models.get(codec.name))))
@@ -155,7 +155,7 @@ def _clips(
                     stored, record, codec, decoder, context=role == "context", most_seconds=_MAX_SECONDS
                 )
             except ConfigError:
-                # A field of a foreign dataset may have nothing for this cut.
+                # In datasets from other tools, a field may lack an item for this cut.
                 continue
             yield _make_clip(f"{role} decoded from {codec.name}", samples, rate, of_audio or len(samples) / rate)
 

@@ -1,4 +1,7 @@
-"""The page: all sections in one file, which asks for nothing else; the last step of a run, which it never fails."""
+"""The HTML page with all sections of the report, in one self-contained file.
+
+Writing it is the last step of a run; an error in it does not fail the run.
+"""
 
 import base64
 import hashlib
@@ -27,17 +30,17 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# In this order: the library comes before what uses it.
+# The order matters: page.js uses the library.
 _SCRIPTS: Final = ("plotly-basic.min.js", "page.js")
 
 
 def make_page(facts: "Facts") -> str:
-    """Return the page as HTML. The same facts give the same page."""
+    """Return the page as HTML; equal facts give an identical page."""
     sections: list[Section] = sorted((SECTIONS.load(name) for name in SECTIONS.names()), key=lambda one: one.order)
     made = [(section, content) for section in sections if (content := section.make(facts)) is not None]
     templates = files("sharmill.report").joinpath("templates")
     scripts = [templates.joinpath(name).read_text() for name in _SCRIPTS]
-    # Should text of others ever become an element after all, the browser runs no script but these.
+    # The browser runs only scripts with these digests, even if untrusted text should become an element.
     digests = [base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts]
     html = render(
         "page.html", facts=facts, sections=made, style=Markup(templates.joinpath("page.css").read_text()),
@@ -48,7 +51,7 @@ def make_page(facts: "Facts") -> str:
 
 
 def make_headline(facts: "Facts") -> list[tuple[str, str]]:
-    """Return the few numbers above all sections, and what they are."""
+    """Return the key numbers at the top of the page, with their labels."""
     numbers: list[tuple[str, str]] = []
     if (record := facts.record) is not None:
         numbers += [
@@ -72,13 +75,13 @@ def write_page(facts: "Facts", path: Path) -> int:
     """Write the page, and return its size in bytes.
 
     Raises:
-        ConfigError: the file would lie in a dataset, which holds nothing else.
-        FatalError: it cannot be written.
+        ConfigError: the path is a folder, or inside a dataset, which must not contain other files.
+        FatalError: the file cannot be written.
     """
     is_inside = any((folder / DATASET_FILE).exists() for folder in path.resolve().parents)
     refuse(
         (path.is_dir(), f"{path} is a folder: name a file"),
-        (is_inside, f"{path} is inside a dataset, which holds nothing else: name another file"),
+        (is_inside, f"{path} is inside a dataset, which must not contain other files: name another file"),
         code="bad_usage",
     )
     data = make_page(facts).encode()
@@ -87,29 +90,32 @@ def write_page(facts: "Facts", path: Path) -> int:
 
 
 def report_on_run(config: Config, stages: Sequence[StageRun], *, decode: bool) -> str:
-    """Write the page into the run directory, and return a sentence: where it is, or why it could not be made.
+    """Write the page to the run directory, and return a sentence with its path or the error.
 
-    A page that was written after all stages were finished stays.
+    A page that was written after the end of all stages is kept.
 
     Args:
         stages: all stages of the run.
-        decode: load the codecs of the configuration, to have audio made from codes on the page.
+        decode: load the codecs of the configuration, to include audio decoded from codes.
     """
     path = RunDir(Path(config.run_dir)).report
     with suppress(FileNotFoundError):
         if all(stage.dir.done.stat().st_mtime_ns <= path.stat().st_mtime_ns for stage in stages):
             return f"report: {path}, {path.stat().st_size / 1e6:.1f} MB"
-    # Decoding and sketches of audio need torch, which a run with nothing to do does without.
+    # This import loads torch, which is not needed if the page is up to date.
     from sharmill.report.facts import read_run_facts
 
     models = {codec.name: codec.model for codec in config.section(EncodeConfig).codecs if codec.model != "builtin"}
     try:
         size = write_page(read_run_facts(config, stages, models, decode=decode), path)
     except Exception as error:
-        # The data of the run is whole; what shows it must not take that away, whatever is wrong with it.
+        # The data of the run are complete, so no error of the report may fail the run.
         reason = str(error)
         if not isinstance(error, SharmillError):
-            log.warning("the report could not be made", exc_info=True)
+            log.warning("the report could not be written", exc_info=True)
             reason = f"{type(error).__name__}: {error}"
-        return f"the report could not be made: {reason}; the run is whole, sharmill report {config.run_dir} tries again"
+        return (
+            f"the report could not be written: {reason}; the run is complete, run sharmill report {config.run_dir} to "
+            "try again"
+        )
     return f"report: {path}, {size / 1e6:.1f} MB"

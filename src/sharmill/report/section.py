@@ -1,4 +1,4 @@
-"""Sections of the page: what each is, and the templates that they are made with."""
+"""Sections of the report, and the templates that render them."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,13 +24,14 @@ _TEMPLATES.filters.update(
 
 @dataclass(frozen=True)
 class Section:
-    """A part of the page, listed in ``sharmill.registry.SECTIONS``.
+    """Section of the report, listed in ``sharmill.registry.SECTIONS``.
 
     Attributes:
-        name: its anchor in the page.
-        title: its heading.
-        order: sections are in this order.
-        make: returns its HTML, or None where there is nothing to say. Text is escaped unless it is ``Markup``.
+        name: anchor in the page.
+        title: heading.
+        order: position among the sections.
+        make: function that returns the HTML of the section, or None to leave it out. Text is escaped unless it is
+            ``Markup``.
     """
 
     name: str
@@ -40,5 +41,5 @@ class Section:
 
 
 def render(template: str, **values: Any) -> Markup:
-    """Return a template of this package filled in; values are escaped unless they are ``Markup``."""
+    """Render a template of this package; values are escaped unless they are ``Markup``."""
     return Markup(_TEMPLATES.get_template(template).render(**values))

@@ -1,15 +1,15 @@
-"""Numbers and texts as a page shows them."""
+"""Formatting of numbers and texts for the report."""
 
 import re
 from typing import Final
 
 _MAX_TEXT: Final = 400
-# Control characters, those that turn the direction of what follows, and halves of characters.
+# Control characters, characters that change the text direction, and surrogates.
 _NOT_SHOWN: Final = re.compile("[\0-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
 def show_number(value: float) -> str:
-    """Return a number as short as it can be read.
+    """Return a number in a short readable form.
 
     >>> [show_number(value) for value in (0.0, 0.25, 12.5, 1234.0, 2_500_000.0)]
     ['0', '0.25', '12.5', '1,234', '2.5M']
@@ -23,7 +23,7 @@ def show_number(value: float) -> str:
 
 
 def shorten(value: object, longest: int = _MAX_TEXT) -> str:
-    """Return a value as text as far as a page shows it: one of a dataset may have any length.
+    """Return a value as text of limited length, since values in a dataset may have any length.
 
     >>> len(shorten("a" * 100_000))
     400
@@ -33,7 +33,7 @@ def shorten(value: object, longest: int = _MAX_TEXT) -> str:
 
 
 def plain_text(text: str) -> str:
-    """Return text with a replacement character for each that has an effect other than being read.
+    """Return text in which control characters and other invisible characters are replaced.
 
     >>> plain_text("a\\x1b[31m")
     'a\N{REPLACEMENT CHARACTER}[31m'

@@ -1,4 +1,4 @@
-"""Audio of segments in the form in which it is stored: copied, or decoded and encoded once."""
+"""Audio of segments in stored form: copied, or decoded and encoded once."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -18,10 +18,13 @@ _FALLBACK_FORMAT: Final = "flac"
 
 @dataclass(frozen=True, slots=True)
 class StoredAudio:
-    """An audio file as it is stored: the extension for its format, and what a decoder gives for it.
+    """Properties of a stored audio file.
 
-    ``sound`` has the measures of the segment's sound, packed, or is "" where they are not known. ``num_clipped``
-    samples were beyond full scale, and were clipped.
+    Attributes:
+        extension: file extension of the format.
+        sampling_rate, num_samples: rate and length of the decoded audio.
+        sound: packed measures of the sound; "" if unknown.
+        num_clipped: number of samples that exceeded full scale and were clipped.
     """
 
     extension: str
@@ -34,7 +37,7 @@ class StoredAudio:
 def store_segments(
     config: WriteConfig, reader: SegmentReader, uses: Iterable[Segment]
 ) -> SegmentsOnce[bytes, StoredAudio]:
-    """Return the audio of segments as it is stored: copied where the file already is what is wanted, else encoded."""
+    """Return the audio of segments in stored form: copied if the file has the right format, otherwise encoded."""
 
     def may_copy(location: SegmentPlace) -> bool:
         info = location.info

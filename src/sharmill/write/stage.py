@@ -1,4 +1,4 @@
-"""Stage ``write`` (stage 2): cuts, target audio and, in a dataset with contexts, context audio as shards."""
+"""Stage ``write`` (stage 2): shards with cuts, target audio and, in a dataset with contexts, context audio."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
@@ -40,7 +40,7 @@ from sharmill.write.config import WriteConfig
 
 
 class WriteStage(Stage):
-    """The stage that writes the dataset directory from the manifest of the stage before it. One unit is one shard."""
+    """Stage that writes the dataset directory from the manifest of the preceding stage. A unit is a shard."""
 
     kind = "write"
     section = WriteConfig
@@ -104,7 +104,7 @@ class WriteStage(Stage):
 
 
 class DatasetPublication(Publication):
-    """The dataset directory as a whole, with all that stages have published there."""
+    """Publication of the whole dataset directory, including the output of later stages."""
 
     replaces_root = True
 
@@ -125,9 +125,9 @@ class DatasetPublication(Publication):
         self._dataset.remove(count_planned(self._run), [field for fields in added for field in fields])
 
     def check_output(self) -> None:
-        """Raise ConfigError if the dataset directory holds files that this run has not written."""
+        """Raise ConfigError if the dataset directory contains files that this run has not written."""
         if self.root.exists() and not self.root.is_dir():
-            raise ConfigError(f"dataset_dir {self.root} is not a folder", code="foreign_output")
+            raise ConfigError(f"dataset_dir {self.root} is not a folder: choose another one", code="foreign_output")
         if self._dataset.is_empty():
             return
         has_plan = self._run.dir.token_file.exists()
@@ -140,41 +140,41 @@ class DatasetPublication(Publication):
 
 
 def _before(run: StageRun) -> str:
-    """Return the stage with the manifest that the dataset is written from."""
+    """Return the stage whose manifest is written."""
     return "match" if run.config.has_contexts else "prepare"
 
 
 def _match_facts(run: StageRun) -> dict[str, Any]:
-    """Return what match has left for the index of the dataset; nothing for a dataset without contexts."""
+    """Return the facts from ``match`` for the index of the dataset; an empty mapping without contexts."""
     if not run.config.has_contexts:
         return {}
     return run.totals_of("match", limits=dict[str, Any], precision=Precision, devices=list[str]).facts
 
 
 def _describe_clipping(commits: Sequence[Commit]) -> list[str]:
-    """Return a sentence about the samples that were clipped, if there are any."""
+    """Return a sentence about clipped samples, if there are any."""
     cuts = sum(commit.stats.get("clipped_cuts", 0) for commit in commits)
     clipped = sum(commit.stats.get("clipped_seconds", 0.0) for commit in commits)
     seconds = sum(commit.stats["seconds"] + commit.stats["context_seconds"] for commit in commits)
     share = f"{100 * clipped / (seconds or 1.0):.3g}% of all samples"
-    return [f"samples beyond full scale were clipped in {cuts:,} cuts, {share}"] if cuts else []
+    return [f"samples that exceed full scale were clipped in {cuts:,} cuts, {share}"] if cuts else []
 
 
 def _order(run: StageRun) -> np.ndarray:
-    """Return the numbers of lines (N,) uint32 in the order of the dataset's cuts."""
+    """Return the line numbers (N,) uint32 of the manifest in the order of the dataset's cuts."""
     write: WriteConfig = run.settings
     numbers = np.arange(len(column(run, _before(run), OFFSET)), dtype=np.uint32)
     if write.order == "speaker":
-        # A matched manifest lies by group already.
+        # The manifest of ``match`` is already ordered by group.
         return numbers if run.config.has_contexts else order_by_group(column(run, "prepare", FIRST_OF_GROUP))
     return order_lines(column(run, "match", "index") if run.config.has_contexts else numbers, write.order, write.seed)
 
 
 def order_lines(index: np.ndarray, order: Literal["manifest", "shuffle"], seed: int) -> np.ndarray:
-    """Return the numbers of lines (N,) uint32 as in the input, or in a seeded permutation of it.
+    """Return line numbers (N,) uint32 in the order of the input, or in a seeded permutation of it.
 
     Args:
-        index: (N,) the number of each line in the input.
+        index: the position (N,) of each line in the input.
     """
     numbers = np.argsort(index, kind="stable").astype(np.uint32)
     if order == "shuffle":
@@ -183,14 +183,14 @@ def order_lines(index: np.ndarray, order: Literal["manifest", "shuffle"], seed: 
 
 
 def divide_into_shards(seconds: np.ndarray, write: WriteConfig) -> list[int]:
-    """Divide cuts into shards of consecutive ones, none of them empty.
+    """Divide cuts into non-empty shards of consecutive cuts.
 
     Args:
-        seconds: (N,) durations of the targets, in the order of the cuts.
-        write: says how large shards are.
+        seconds: durations (N,) of the targets, in the order of the cuts.
+        write: the configuration with the size of shards.
 
     Returns:
-        The bounds (shards + 1,): shard n has the cuts from bound n to before bound n + 1.
+        The bounds (shards + 1,): shard n contains the cuts from bound n up to, but not including, bound n + 1.
 
     >>> divide_into_shards(np.ones(5), WriteConfig(shard_size=2))
     [0, 2, 4, 5]
@@ -213,7 +213,7 @@ def divide_into_shards(seconds: np.ndarray, write: WriteConfig) -> list[int]:
 
 
 class WriteProcessor(Processor):
-    """The writing of shards in one rank."""
+    """Processor that writes shards in one rank."""
 
     def __init__(self, run: StageRun) -> None:
         self._config: WriteConfig = run.settings
@@ -259,7 +259,7 @@ class WriteProcessor(Processor):
                 values.append(cut_values(cuts[-1]) | sound_values(sounds.get(TARGET_AUDIO), sounds.get(CONTEXT_AUDIO)))
         write_cuts(staging.path(files[CUTS]), cuts)
         return Output(
-            # The cuts last of all.
+            # The cuts are published last, since they make the shard visible.
             files=[*(files[field] for field in writers), files[CUTS]],
             num_out=len(cuts),
             rejects=rejects,
@@ -277,13 +277,13 @@ class WriteProcessor(Processor):
         offsets = self._offsets[unit.params["start"] : unit.params["stop"]]
         utterances = [Utterance.from_json(line) for line in read_lines_at(self._manifest, offsets)]
         for utterance in utterances if not self._has_contexts else ():
-            # A source may have contexts of its own, which are not in the dataset.
+            # A source may bring contexts, which are not part of a dataset without contexts.
             utterance.custom = {key: value for key, value in utterance.custom.items() if key not in CONTEXT_KEYS}
         return utterances
 
 
 def _parts(utterance: Utterance) -> dict[str, tuple[Segment, str]]:
-    """Return, by field of audio, the segments of an utterance and the ids of their Recordings."""
+    """Return the segments of an utterance and the ids of their Recordings, by audio field."""
     parts = {TARGET_AUDIO: (utterance.segment, utterance.cut_id)}
     if (context := utterance.context) is not None:
         segment = context.segment
@@ -294,18 +294,18 @@ def _parts(utterance: Utterance) -> dict[str, tuple[Segment, str]]:
 def _store_all(
     audio: SegmentsOnce[bytes, StoredAudio], utterance: Utterance
 ) -> dict[str, tuple[Item, StoredAudio]] | RejectRecord:
-    """Return the items of an utterance by field of audio, or why the record has to go.
+    """Return the items of an utterance by audio field, or the reason for rejecting it.
 
-    All segments are always asked for, as their uses are counted.
+    All segments are fetched even after an error, since ``SegmentsOnce`` counts their uses.
     """
     items: dict[str, tuple[Item, StoredAudio]] = {}
-    why: RejectRecord | None = None
+    problem: RejectRecord | None = None
     for field, (segment, recording_id) in _parts(utterance).items():
         try:
             data, stored = audio.get(segment)
         except RejectRecord as reject:
-            why = why or RejectRecord(reject.reason, f"{field.removesuffix('_audio')}: {reject.detail}")
+            problem = problem or RejectRecord(reject.reason, f"{field.removesuffix('_audio')}: {reject.detail}")
             continue
         recording = recording_json(recording_id, stored.sampling_rate, stored.num_samples)
         items[field] = Item(utterance.cut_id, stored.extension, data, recording), stored
-    return why or items
+    return problem or items

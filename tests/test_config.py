@@ -63,7 +63,7 @@ REFUSED_TEXTS = [
     ("zzz: 1", "unknown_key", ["'zzz'", "name, run_dir, dataset_dir, sources, speaker_key"]),
     ("batch_seconds: 9", "unknown_key", ["'batch_seconds'", "'match.batch_seconds'", "'encode.batch_seconds'"]),
     ("1: x", "unknown_key", ["'1'", "name, run_dir, dataset_dir, sources, speaker_key"]),
-    ("executor: {kind: local, cores: 2}", "unknown_key", ["'executor.cores'", "a key of the kind ray"]),
+    ("executor: {kind: local, cores: 2}", "unknown_key", ["'executor.cores'", "a key of executor.kind ray"]),
     ("executor: {kind: null}", "bad_config_value", ["executor.kind is ", "allowed: text"]),
     (
         "match: {encoder: 'nemo:titanet_large', allow_targets: [1]}",
@@ -185,7 +185,7 @@ REFUSED_OVERRIDES = [
     (
         "encode.codecs=[{name: a/b, model: x}]",
         "bad_config_value",
-        ["encode.codecs[0]: codec name 'a/b' must start with a letter or digit and have only letters"],
+        ["encode.codecs[0]: codec name 'a/b' must start with a letter or digit and contain only letters"],
     ),
     ("executor.workers=0", "bad_config_value", ["executor.workers is ", "a whole number of at least 1"]),
     ("executor.unit_time_limit=0", "bad_config_value", ["executor.unit_time_limit is ", "a finite number above 0"]),

@@ -135,7 +135,7 @@ def test_hostile_names_in_charts_are_text(opened, hostile_file):
 
 def test_without_script_the_values_are_in_tables(opened):
     page = opened(java_script_enabled=False)
-    assert page.locator("noscript").inner_text().startswith("This browser runs no script")
+    assert page.locator("noscript").inner_text().startswith("Scripts are disabled in this browser")
     assert page.locator(".plot:visible").count() == 0
     page.locator("#contents .values summary").first.click()
     assert "1 to 1.5 s" in page.locator("#contents .values table").first.inner_text()

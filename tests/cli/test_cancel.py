@@ -61,7 +61,7 @@ def test_a_process_that_holds_the_lock_ends_and_leaves_it(run_dir, kernel):
         wait_until(lambda: lock_owner(run_dir))
         done = cancel(run_dir)
         assert (done.returncode, done.stderr) == (0, "")
-        assert f"ended: process {holder.pid} of" in " ".join(done.stdout.split())
+        assert f"stopped: process {holder.pid} of" in " ".join(done.stdout.split())
         assert holder.communicate()[0] == "ended\n"
     assert lock_owner(run_dir) is None
 
@@ -92,7 +92,7 @@ def test_a_number_that_no_process_has_is_of_none(run_dir):
     leave_lock(run_dir, pid=1 << 62, kernel=this_kernel(), process_started=1)
     done = cancel(run_dir)
     assert (done.returncode, done.stderr, RunDir(run_dir).read_outcome()) == (0, "", None)
-    assert "nothing is at work" in " ".join(done.stdout.split())
+    assert "nothing is running" in " ".join(done.stdout.split())
 
 
 def test_a_folder_that_is_no_run_directory_is_refused(tmp_path):
@@ -136,7 +136,7 @@ def test_jobs_on_slurm_end_and_an_end_is_noted_unless_there_is_one(run_dir, jobs
         RunDir(run_dir).note_outcome(RunOutcome(state="failed", message="units failed"))
     done = cancel(run_dir, environment=environment)
     assert (done.returncode, done.stderr) == (0, "")
-    assert "ended on SLURM: jobs 12, 13, 14, 15" in " ".join(done.stdout.split())
+    assert "stopped on SLURM: jobs 12, 13, 14, 15" in " ".join(done.stdout.split())
     assert (folder / "asked").read_text().splitlines() == ["12 13 14", "15"]
     end = RunDir(run_dir).read_outcome()
     assert (end.state, end.message.split()[0]) == (("failed", "units") if has_failed else ("cancelled", "cancelled"))
@@ -201,10 +201,10 @@ def test_ranks_that_hold_no_lock_read_that_the_run_is_cancelled(tmp_path):
         wait_until(lambda: find_workers(run_dir))
         done = cancel(run_dir.path)
         assert (done.returncode, done.stderr) == (0, "")
-        assert f"ended: process {worker.pid} on" in " ".join(done.stdout.split())
+        assert f"stopped: process {worker.pid} on" in " ".join(done.stdout.split())
         assert worker.communicate()[0].startswith("the run was cancelled by")
     # A heartbeat of a time to come is none.
     (beat,) = run_dir.path.glob("toy/ranks/*/progress/*.json")
     beat.write_text(json.dumps(json.loads(beat.read_text()) | {"ended": False, "kernel": "another"}))
     os.utime(beat, (4e9, 4e9))
-    assert "nothing is at work" in " ".join(cancel(run_dir.path).stdout.split())
+    assert "nothing is running" in " ".join(cancel(run_dir.path).stdout.split())

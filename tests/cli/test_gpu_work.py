@@ -61,18 +61,18 @@ def test_a_gpu_that_waits_is_told_with_what_it_waits_for(matched, call):
     project = matched(1e-6)
     status, out, _ = call("status", project.run_dir)
     assert status == 0
-    assert "match: its GPUs work for" in " ".join(out.split())
+    assert "match: its GPUs are busy" in " ".join(out.split())
     assert "executor.feeders" in out or "unit_seconds" in out
-    assert "Work of the GPUs of match, by rank" in page_of(call, project)
+    assert "GPU utilization of match, by rank" in page_of(call, project)
 
 
 def test_a_gpu_that_works_is_told_nothing_and_needs_few_cores(matched, call):
     project = matched(0.1)
     _, out, _ = call("status", project.run_dir)
-    assert "its GPUs work for" not in out
-    assert "Work of the GPUs of match, by rank" in page_of(call, project)
+    assert "its GPUs are busy" not in out
+    assert "GPU utilization of match, by rank" in page_of(call, project)
     _, out, _ = call("plan", project.folder / "config.yaml")
-    assert "cores per GPU that keep it busy: match 2" in " ".join(out.split())
+    assert "cores needed to keep one GPU busy: match 2" in " ".join(out.split())
 
 
 def test_on_cores_none_of_it_is_said(tmp_path, call):
@@ -86,4 +86,4 @@ def test_on_cores_none_of_it_is_said(tmp_path, call):
     (project.run_dir / "resolved_config.yaml").write_bytes(to_yaml(config))
     _, out, _ = call("status", project.run_dir)
     assert "GPU" not in out.replace("on GPUs", "")
-    assert "Work of the GPUs" not in page_of(call, project)
+    assert "GPU utilization" not in page_of(call, project)

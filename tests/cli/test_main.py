@@ -77,7 +77,7 @@ def error_line(call):
         (["run", "{good}", "sources.0.manifest=m\udcff.json"], ["sources.0.manifest=m", "is not UTF-8"]),
         (["run", "none.yaml"], ["none.yaml"]),
         (["run", "none.yaml", "wirte"], ["'wirte'", "'write'"]),
-        (["run", "prepare"], ["no configuration among prepare"]),
+        (["run", "prepare"], ["no configuration in prepare"]),
         (["run", "{good}", "{folder}/bad.yaml"], ["run_dir"]),
         (["run", "{folder}/typo.yaml"], ["typo.yaml", "line 2, column 1"]),
         (["run", "{folder}/empty.yaml"], ["empty.json"]),

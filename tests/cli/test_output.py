@@ -103,7 +103,7 @@ def test_findings_are_told_with_their_place_and_what_to_do(tmp_path, call):
     (dataset / ("x" * 200)).touch()
     status, out, _ = call("validate", dataset)
     assert status == 3
-    assert "error: missing_file, found 4 times\n  shard 2, " in out
+    assert "error: missing_file, 4 findings\n  shard 2, " in out
     assert "\n  what to do: " in out
     assert "\nnot checked: " in out
     # Three examples of each, of 160 characters at most.
@@ -160,4 +160,4 @@ def test_doctor_accepts_a_torchaudio_older_than_torch(tmp_path, call):
 
 def test_former_stages_are_rounds_and_a_line_says_so(capsys):
     assert resolve_stages(["survey", "assemble", "stage1"]) == ["encode.segments", "encode.shards", "match"]
-    assert "survey is a round of the stage encode now: name encode" in capsys.readouterr().out
+    assert "survey is now a round of the stage encode: name encode" in capsys.readouterr().out

@@ -19,7 +19,7 @@ def test_ranks_are_those_of_the_configuration(call, config, monkeypatch, workers
     monkeypatch.setenv("COLUMNS", "80")
     table = call("plan", config, f"executor.workers={workers}")[1].partition("match: not yet")[0].splitlines()
     assert max(len(line.rstrip()) for line in table) <= 80
-    assert table[1].split() == ["stage", "units", "to", "process", "ranks", "largest", "balance"]
+    assert table[1].split() == ["stage", "units", "to", "process", "workers", "largest", "balance"]
     assert " ".join(table[3].split()) == cells
 
 
@@ -35,5 +35,5 @@ def test_nothing_is_written_into_the_run_directory(call, config, tmp_path, begun
 def test_of_what_is_done_there_is_one_line(call, config):
     assert call("run", config, "prepare", "executor.workers=1")[0] == 0
     first, *others = call("plan", config)[1].splitlines()
-    assert first.endswith(": nothing is left to do of prepare")
+    assert first.endswith(": nothing left to do for prepare")
     assert [line for line in others if line.startswith("prepare")] == []

@@ -119,7 +119,7 @@ def test_bars_have_room_and_nothing_is_cut(listener, clock, width):
     assert "600/1000" in lines[-1]
     assert "360.0/600.0 h" in lines[-1]
     assert lines[-1].endswith("300  0:26:40 left")
-    assert ("540 x real time" in lines[-1]) == (width > 100)
+    assert ("540x real time" in lines[-1]) == (width > 100)
     assert lines[3].endswith("in 1:06:40")
 
 
@@ -152,7 +152,7 @@ def test_the_time_of_a_stage_is_told_as_far_as_it_is_known(listener, clock, name
 @pytest.mark.parametrize(
     ("done", "result", "line"),
     [
-        (0, ended(2), "match: 2/2 units, 1.00/1.00 h, 60 x real time, 2 rejects, in 0:01:00"),
+        (0, ended(2), "match: 2/2 units, 1.00/1.00 h, 60x real time, 2 rejects, in 0:01:00"),
         (2, ended(), "match: 2/2 units, 1.00/1.00 h, 0 rejects, done before"),
         (1, StageResult(), "match: 1/2 units, 0.50/1.00 h, 0 rejects, failed"),
     ],
@@ -178,8 +178,8 @@ def test_without_a_terminal_lines_come_by_the_clock(clock, monkeypatch):
     assert console.file.getvalue().splitlines() == [
         "match (stage 1 of 2): 2 units, 1.00 h",
         "match: loading the model",
-        "match (stage 1 of 2): 0/2 units, 0.08/1.00 h, 10 x real time, 0 rejects, 0:05:30 left, "
+        "match (stage 1 of 2): 0/2 units, 0.08/1.00 h, 10x real time, 0 rejects, 0:05:30 left, "
         "run: at least 0:05:30 left",
-        "match (stage 1 of 2): 0/2 units, 0.33/1.00 h, 20 x real time, 0 rejects, 0:02:00 left, "
+        "match (stage 1 of 2): 0/2 units, 0.33/1.00 h, 20x real time, 0 rejects, 0:02:00 left, "
         "run: at least 0:02:00 left",
     ]

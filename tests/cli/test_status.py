@@ -117,21 +117,21 @@ def test_units_done_running_failed_and_left(stage, noon, call, shown):
 RANKS = {
     # Two ranks with 2 records in 100 s each leave 6 of 8 records for 150 s.
     "two": ([{"cost_done": 2.0}, {"cost_done": 2.0}], "under way 1/4 3 2/8 records 1 0:02:30",
-            ["prepare: done at about 12:02:30"]),
+            ["prepare: finishes at about 12:02:30"]),
     "silent for a minute": (
         [{"started": NOON - 1000, "updated": NOON - age, "unit": age - 58, "unit_began": NOON - age - 240,
           "cost_done": 2.0} for age in (59, 61)],
         "under way 1/4 1 2 2/8 records 1",
-        ["prepare rank 0 on node7: unit 1 for 0:04:00, 0 done, 0 MB, seen 59 s ago",
+        ["prepare rank 0 on node7: unit 1 for 0:04:00, 0 done, 0 MB, last seen 59 s ago",
          "prepare rank 1 on node7: unit 3 for 0:04:00, 0 done, 0 MB, SILENT for 61 s (pid 1234)"],
     ),
-    "none": ([], "stopped 1/4 3 2/8 records 1", ["prepare rejects: empty_text 1", "all stages: 0:00:0"]),
+    "none": ([], "stopped 1/4 3 2/8 records 1", ["prepare rejects: empty_text 1", "total so far: 0:00:0"]),
     "loading": ([{"cost_done": 0.0}], "under way 1/4 3 2/8 records 1", ["node7: loading, 0 done"]),
     "between units": ([{"units_done": 2}], "under way 1/4 3 2/8 records 1", ["node7: between units, 2 done"]),
     "within a unit": (
         [{"unit": 1, "cost_done": 2.0, "unit_cost_done": 1.0}],
         "under way 1/4 1 2 3/8 records 1 0:02:47",
-        ["prepare: done at about 12:02:46", "all stages: at least 0:02:47 left"],
+        ["prepare: finishes at about 12:02:46", "all stages: at least 0:02:47 left"],
     ),
     "since it had loaded": ([{"ready": NOON - 50, "cost_done": 2.0}],
                             "under way 1/4 3 2/8 records 1 0:02:30", []),
@@ -154,16 +154,16 @@ def jobs_of(*roles):
     return [QueuedJob(str(8 + n), "PENDING", "Priority", "", "ann", role) for n, role in enumerate(roles)]
 
 
-GONE = "run: failed: no job is left though work is: submit again: cd / && sharmill submit"
+GONE = "run: failed: work is left, but no job for it: submit again: cd / && sharmill submit"
 # Jobs in the queue (None: there is no squeue), the end that was noted; state, exit status of --check, words.
 QUEUES = {
     "waiting": (jobs_of("rank", "rank", "advance"), None, "in the queue", 0,
-                ["rank job 8 and 1 more: PENDING (Priority)", "advance job 10: PENDING"]),
+                ["rank job 8 and 1 more: PENDING (Priority)", "driver job 10: PENDING"]),
     "gone": ([], None, "stopped", 1, [GONE]),
     "not to be asked": (None, None, "in the queue", 0,
-                        ["it is not known whether its jobs are left: squeue was not found"]),
+                        ["the run's jobs are unknown: squeue was not found"]),
     "cancelled": ([], RunOutcome(state="cancelled", message="cancelled by ann"), "stopped", 1,
-                  ["run: cancelled since 2026-03-01 12:00:00: cancelled by ann"]),
+                  ["run: cancelled 2026-03-01 12:00:00: cancelled by ann"]),
 }  # fmt: skip
 
 
@@ -205,7 +205,7 @@ def test_a_damaged_pilot_and_keys_of_another_version_take_nothing_from_the_statu
     stage.run_dir.config.write_text(yaml.safe_dump(config))
     stage.run_dir.calibration.write_text("{")
     text = shown(80)
-    assert "the time left of the whole run is not known: " in text
+    assert "the time left of the whole run is unknown: " in text
     assert row(text, "prepare") == ["prepare", "under way", "1/4", "2/8 records", "1", "0:05:00"]
     assert max(map(len, text.splitlines()[:4])) <= 80
 
@@ -219,16 +219,16 @@ def test_cost_and_memory_of_what_is_done_and_codecs_of_earlier_runs_are_shown(st
     (folder / "units.jsonl").touch()
     before = {path: path.stat().st_mtime_ns for path in stage.run_dir.path.rglob("*")}
     _, out, _ = call("status", stage.run_dir.path, "--gpu-hour", "2.5", "--verbose")
-    words = ["1:00:00 of ranks on GPUs so far", "2.50 if each had a GPU of its own", "encode/earlier",
-             "at most 6,012 MB on a rank, of 48,000 MB asked; hosts: 1"]  # fmt: skip
+    words = ["total so far: 1:00:00 of GPU workers", "(price with one GPU per worker: 2.50)", "encode/earlier",
+             "peak memory per worker: 6,012 MB of 48,000 MB requested; hosts: 1"]  # fmt: skip
     assert [word for word in words if word not in out] == []
     # Nothing is written.
     assert {path: path.stat().st_mtime_ns for path in stage.run_dir.path.rglob("*")} == before
 
 
 WRONG = {
-    "--json --gpu-hour 2.5": "--gpu-hour is of the text: --json has the seconds of each stage",
-    "--watch --json": "--watch is for people",
+    "--json --gpu-hour 2.5": "--gpu-hour cannot be combined with --json",
+    "--watch --json": "--watch cannot be combined",
     "--prometheus /no/such/folder/m.prom": "cannot write /no/such/folder/m.prom",
 }
 
@@ -264,8 +264,8 @@ def test_a_unit_that_takes_far_longer_than_the_others_is_named_and_no_time_left_
     assert (late.unit, late.rank, late.seconds, late.expected) == (1, 0, 120.0, 4.0)
     assert StageReader(stage).read().seconds_left is None
     text = shown()
-    assert "unit 1 has taken rank 0 0:02:00, where 0:00:04 is usual" in text
-    assert "it is ended after 0:30:00" in text
+    assert "unit 1 on rank 0 has taken 0:02:00 instead of the usual 0:00:04" in text
+    assert "the unit is stopped after 0:30:00" in text
 
 
 def test_prometheus_reads_the_numbers(stage, noon, call, tmp_path):

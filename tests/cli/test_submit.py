@@ -59,9 +59,9 @@ def test_the_end_of_some_stages_names_what_is_done_and_what_is_left(make_config,
         call("run", path, *names, "encode.codecs=[]")
         told.append(re.search("run: done since .{19}: (.*)", call("status", config.run_dir)[1])[1])
     assert told == [
-        "prepare done, as asked for; left: write, validate",
-        "prepare, write done, as asked for; left: validate",
-        "prepare done, as asked for; left: validate",
+        "prepare done as requested; left: write, validate",
+        "prepare, write done as requested; left: validate",
+        "prepare done as requested; left: validate",
         "all stages are done",
     ]
 
@@ -86,9 +86,9 @@ def test_dry_run_of_a_restart_shows_its_jobs_and_changes_nothing(make_config, ca
     for stage in ("prepare", "write"):
         before = {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()}
         _, out, _ = call("submit", stage, path, "--dry-run")
-        assert "no unit is left to be submitted" in out
+        assert "nothing left to submit" in out
         _, out, _ = call("submit", stage, path, "--restart", "--dry-run")
-        assert f"small, {stage}: 1 unit, which the advance job itself does" in out
+        assert f"small, {stage}: 1 unit in the driver job itself" in out
         assert out.count("#!/bin/bash") == 2
         assert {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()} == before
 
@@ -157,7 +157,7 @@ def test_json_of_what_would_be_submitted(make_config, call):
     assert (first["name"], first["code"]) == (bad.name, "missing_input")
     assert second["stage"] == "prepare"
     assert [script.startswith("#!/bin/bash") for script in second["scripts"]] == [True, True]
-    assert second["balance"][0] == "1 unit, which the advance job itself does, on 1 worker"
+    assert second["balance"][0] == "1 unit in the driver job itself, on 1 worker"
 
 
 def test_json_of_runs_has_their_state_or_their_error(make_config, call, monkeypatch):

@@ -78,11 +78,11 @@ def test_a_run_directory_that_was_moved_or_never_begun_is_refused(project):
     for name in ("empty", "nowhere"):
         none = run_sharmill("work", project / name, status=2)
         assert (none.returncode, none.stderr.count("\n")) == (2, 1)
-        assert "no run has begun" in none.stderr
+        assert "no run has been started" in none.stderr
     assert run(project, "prepare").returncode == 0
     (project / "run").rename(project / "moved")
     done = run_sharmill("work", project / "moved", status=2)
-    assert "copied or moved" in done.stderr
+    assert "is a copy of the run directory" in done.stderr
 
 
 def test_of_a_run_directory_of_others_nothing_is_read(project, monkeypatch):
@@ -121,7 +121,7 @@ def test_another_configuration_beside_ranks_that_are_at_work_is_refused(at_work)
     refused = run(at_work, "write.shard_size=3")
     assert refused.returncode == 2
     assert f"process {os.getpid()} on" in refused.stderr
-    assert "another configuration (write in" in refused.stderr
+    assert "a different configuration (write in" in refused.stderr
     assert (at_work / "run/resolved_config.yaml").read_text() == before
     # How many ranks there are is not part of it.
     assert run(at_work, "executor.workers=2").returncode == 0

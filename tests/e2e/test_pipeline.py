@@ -149,7 +149,7 @@ def test_damage_is_found_done_again_and_gone(make_config, corpus, tmp_path):
     run_sharmill("run", config, "--redo", report, status=3)
     found = run_sharmill("validate", config, "--json", report, status=3)
     assert "wrong_checksum" in found.stdout
-    assert "to be done again by --redo: 1 of encode/tiny, 1 of write" in found.stdout
+    assert "units that --redo would rebuild: 1 of encode/tiny, 1 of write" in found.stdout
     assert "validation: no findings" in run_sharmill("run", config, "--redo", report).stdout
     assert snapshot(dataset) == original
 

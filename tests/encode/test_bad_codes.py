@@ -243,4 +243,4 @@ def test_a_codec_that_gives_codes_for_nothing_ends_the_run(tmp_path):
     assert run(survey).ok
     failures = run(stage).failures
     assert len(failures) == 3
-    assert "codes for none of the 2 segments" in failures[0].message
+    assert "none of the 2 segments" in failures[0].message

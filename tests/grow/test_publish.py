@@ -47,10 +47,10 @@ def there(store):
 def test_a_store_has_the_same_files_and_is_written_once(call, datasets, kind):
     with kind() as store:
         status, out, err = call("publish", datasets[0], store.url("x"))
-        assert (status, "10 files copied, 0 were there" in out) == (0, True), err
+        assert (status, "10 files copied, 0 already up to date" in out) == (0, True), err
         assert there(store) == snapshot(datasets[0])
         assert written(store)[-2:] == INDEX
-        assert "0 files copied, 10 were there" in call("publish", datasets[0], f"{store.url('x')}/")[1]
+        assert "0 files copied, 10 already up to date" in call("publish", datasets[0], f"{store.url('x')}/")[1]
         assert written(store) == []
 
 

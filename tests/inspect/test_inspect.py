@@ -183,7 +183,7 @@ def test_decoding_counts_the_samples_that_it_clips(looked_at, toy, call, tmp_pat
         _, out, _ = call("decode", looked_at, "--cut", CUT, "-o", tmp_path / "x.wav")
     clipped = np.count_nonzero(8 * levels(voice(1.125, pitch=170, seed=1)) > 1)
     assert clipped > 0
-    assert f"{clipped:,} samples beyond full scale were clipped" in out
+    assert f"{clipped:,} samples exceeded full scale and were clipped" in out
 
 
 def other_codec():

@@ -79,7 +79,7 @@ def test_a_run_that_loses_many_records_recommends_calibrate(configured, tmp_path
         )
         for least in (-1.0, 0.99)
     ]
-    assert ["sharmill calibrate finds a fitting match.min_similarity" in one for one in said] == [False, True]
+    assert ["sharmill calibrate to choose match.min_similarity" in one for one in said] == [False, True]
 
 
 def test_the_same_seed_finds_the_same(configured, call):

@@ -100,11 +100,11 @@ def test_rates_come_from_the_run_and_from_its_pilot_otherwise(project, tmp_path,
     note_pilot(project.run_dir, rates=[rate("prepare"), rate(seconds_per_cost=0.5, cost_per_record=2.0, device=GPU)])
     found, source = find_rates(config, None)
     assert (found["prepare"].cost_per_record, found["match"].cost_per_record) == (1, 2)
-    assert "calibration.json and what is done in" in source
-    # Prepare is done. Match starts up, and then processes two seconds of audio for each of six records.
+    assert "calibration.json and finished units in" in source
+    # Prepare is done; match begins, and then has two seconds of audio for each of six records.
     assert expect_seconds(config, make_stages(config)) == {"prepare": 0.0, "match": pytest.approx(5 + 0.5 * 12)}
     output = printed(config, gpu_hour=2.5)
-    assert "predicted, for what is left" in output
+    assert "predicted for the remaining work" in output
     assert "price" in output
-    assert "several that share a GPU count as if each had its own" in output
+    assert "workers that share a GPU are counted separately" in output
     assert found["prepare"].seconds_per_cost > 0

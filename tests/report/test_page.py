@@ -150,14 +150,14 @@ def test_wrong_use_is_one_line(reported, call, tmp_path, monkeypatch, arguments,
 
 def test_a_run_has_all_charts(page):
     for title in (
-        "Length of targets", "Similarity of the chosen contexts", "Bandwidth of targets", "How even the speakers are",
-        "How often one clip is a context", "toy: entropy", "Size of shards", "Rate of write, by rank",
+        "Length of targets", "Similarity of the chosen contexts", "Bandwidth of targets", "Distribution of hours over speakers",
+        "Uses of a clip as context", "toy: entropy", "Size of shards", "Rate of write, by rank",
     ):  # fmt: skip
         assert f"<figcaption>{title}</figcaption>" in page
     assert page.count("<figcaption>Rate of encode/toy, by rank</figcaption>") == 1
-    assert "Charts in blue are of all cuts; those in green are of the audio of 8 cuts." in page
+    assert "Blue charts show all cuts; green charts show the audio of 8 cuts." in page
     assert "0.0% of the targets have more than 0.02% of their samples at full scale" in page
-    assert "2 clips are contexts, 4.0 times on average, one 7 times" in page
+    assert "2 clips are used as context, 4.0 times on average and up to 7 times" in page
     assert re.search(r"codes that occur in \d+ frames, each segment once", page)
     plots = [place for place in Elements(page).of("div") if place.get("class") == "plot"]
     assert len(plots) == page.count("<figcaption>") == page.count('<details class="values">') > 10
@@ -189,7 +189,7 @@ def test_a_run_without_its_dataset_has_its_accounts_and_its_pilot(reported, call
     assert f"wrote {run_dir / 'report.html'}" in out
     page = (run_dir / "report.html").read_text()
     for words in (
-        "no finished dataset", "missing_audio", "match.min_similarity=0.7", "8 pairs", "9 pairs",
+        "No finished dataset", "missing_audio", "match.min_similarity=0.7", "8 pairs", "9 pairs",
         "100 of 1,000 records in 10 speaker groups",
     ):  # fmt: skip
         assert words in page
@@ -208,7 +208,11 @@ def test_a_page_of_another_users_run_shows_the_dataset_of_its_ledger_alone(repor
     os.chown(path, 65534, -1)
     status, out, _ = call("report", run_dir)
     page = (run_dir / "report.html").read_text()
-    assert (status, "<audio" in page, "is not on the page" in " ".join(out.split())) == (0, is_its_own, not is_its_own)
+    assert (status, "<audio" in page, "is missing from the report" in " ".join(out.split())) == (
+        0,
+        is_its_own,
+        not is_its_own,
+    )
 
 
 @pytest.mark.parametrize(
@@ -226,7 +230,7 @@ def test_a_run_page_names_the_reason_that_its_dataset_is_not_on_it(reported, cal
     path.write_text(change(path.read_text())) if change else path.unlink()
     status, out, _ = call("report", run_dir)
     assert status == 0
-    assert "is not on the page" in (said := " ".join(out.split()))
+    assert "is missing from the report" in (said := " ".join(out.split()))
     assert reason in said
     assert "another user" not in said
 
@@ -274,7 +278,7 @@ def test_the_page_of_a_run_is_its_last_step_and_never_fails_it(reported):
     assert "ZeroDivisionError: by nothing" in said
     assert f"sharmill report {reported.run_dir}" in said
     assert report_on_run(config, make_stages(config), decode=False).startswith(f"report: {path}, ")
-    assert "Codes are not decoded in a job of a cluster" in path.read_text()
+    assert "Codes are not decoded in cluster jobs" in path.read_text()
 
 
 def test_the_section_in_the_documentation_can_be_used(reported):

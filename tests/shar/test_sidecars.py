@@ -165,7 +165,7 @@ def test_the_command_writes_what_the_function_does(built, dataset, tmp_path, apa
     write_sidecars(again, into)
     there = tmp_path / "there"
     result = run_sharmill("sidecars", dataset, *(("--into", there) if apart else ()))
-    said = f"wrote index files of 3 shards: {there if apart else dataset}\n"
+    said = f"wrote index files for 3 shards to {there if apart else dataset}\n"
     assert (result.returncode, result.stdout, result.stderr) == (0, said, "")
     written, expected = snapshot(there if apart else dataset), snapshot(into or again)
     for files in (written, expected):

@@ -141,7 +141,7 @@ def test_status_shows_queued_jobs_and_missing_jobs(tmp_path, make_config):
     slurm("scancel", *(job.id for job in queued_jobs(run_dir)))
     wait_until(lambda: not queued_jobs(run_dir))
     shown = " ".join(run_sharmill("status", tmp_path / "run", status=None).stdout.split())
-    assert "no job is left though work is: submit again: cd " in shown
+    assert "work is left, but no job for it: submit again: cd " in shown
     assert "in the queue" not in shown
     assert f"sharmill submit prepare {config} --profile {profile}" in shown.replace("\n", "")
 

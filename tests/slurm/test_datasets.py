@@ -63,7 +63,7 @@ def test_an_append_ends_in_the_dataset_that_grows(tmp_path, make_config, corpus,
     profile.write_text(yaml.safe_dump(yaml.safe_load(profile.read_text()) | {"driver_units": 50}))
     more = make_config(tmp_path / "new", **plain, append_to=str(dataset), max_reject_fraction=0.7)
     shown = run_sharmill("submit", "all", more, "--profile", profile, "--dry-run")
-    assert f"once all stages are done, its shards are appended to {dataset}" in shown.stdout
+    assert f"after all stages, its shards are appended to {dataset}" in shown.stdout
     shown = run_sharmill("submit", "all", more, "--profile", profile, "--wait")
     assert f"all stages are done; {dataset}: appended the shards" in " ".join(shown.stdout.split())
     assert len(list((tmp_path / "new/run/jobs").glob("*_submission.sh"))) == 2

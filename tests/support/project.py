@@ -556,7 +556,7 @@ def check_page(folder: Path) -> None:
     sections = ("funnel", "listening", "contents", "voices", "codes", "work", "card")
     texts = (
         f"<title>{name} · sharmill report</title>", *(f'<section id="{section}"' for section in sections),
-        "Charts in blue are of all cuts; those in green are of the audio of", "each segment once",
+        "Blue charts show all cuts; green charts show the audio of", "each segment once",
     )  # fmt: skip
     assert [text for text in texts if text not in page] == []
 

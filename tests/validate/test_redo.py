@@ -160,7 +160,7 @@ def test_a_report_may_have_the_former_name_of_a_round(finished, tmp_path, capsys
     take_back_commits(finished.config, read_redo_report(str(path), [finished.config], restart=False), STAGES)
     finished.run()
     assert snapshot(finished.dataset) == finished.original
-    assert "assemble/b is a round of the stage encode now\n" in capsys.readouterr().out
+    assert "assemble/b is now a round of the stage encode\n" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("content", [b"", b"[]", b'{"format_version": 1}'])

@@ -235,7 +235,7 @@ def test_clipped_samples_are_counted(project, call, samples, subtype, write, sha
     assert good.get("context_clipped_in_writing", 0.0) == found
     assert not {"context_clipped_in_writing", "clipped_in_writing"} & loud.keys() & good.keys()
     RunDir(project.run_dir).config.write_bytes(to_yaml(config))
-    note = f"write: samples beyond full scale were clipped in 2 cuts, {50 * found:.3g}% of all samples"
+    note = f"write: samples that exceed full scale were clipped in 2 cuts, {50 * found:.3g}% of all samples"
     assert (note in call("status", project.run_dir)[1]) == bool(found)
     assert call("report", project.run_dir, "-o", tmp_path / "x.html")[0] == 0
     assert ("Samples were clipped in 1 cuts." in (tmp_path / "x.html").read_text()) == bool(found)

@@ -209,7 +209,7 @@ def test_a_rank_prefetches_its_next_unit_which_survives_its_death(tmp_path, gpus
     assert output_bytes(stage) == whole
 
 
-MESSAGE = "Interrupted. What is done is kept; run the same command again to go on."
+MESSAGE = "Interrupted. Finished work is kept; run the same command again to resume."
 SECONDS_TO_END = 5.0
 
 

@@ -123,7 +123,7 @@ def make_config(write_config):
 
 @pytest.fixture(scope="session")
 def local_outcomes(write_config, tmp_path_factory):
-    """What the local executor makes of two datasets, by their place in a call."""
+    """Results of the local executor for two datasets, in the order of a call."""
     folder = tmp_path_factory.mktemp("local")
     configs = [write_config(folder / "a"), write_config(folder / "b", **second_dataset())]
     run_sharmill("run", *configs)

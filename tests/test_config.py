@@ -49,7 +49,7 @@ def test_defaults_are_those_of_the_contract(text, write):
     assert choose_stages(config) == ("prepare", "match", "write", *rounds, "validate")
 
 
-# What is written below the keys that are required: code and words of the refusal.
+# Lines added to the required keys, with code and words of the refusal.
 REFUSED_TEXTS = [
     ("speeker_key: x", "unknown_key", ["'speeker_key'", "'speaker_key'"]),
     ("match: {min_similarty: 0.7}", "unknown_key", ["'match.min_similarty'", "'min_similarity'"]),
@@ -372,7 +372,7 @@ def test_match_null_leaves_the_stage_match_out(overrides, write):
     assert load_config(write(to_yaml(config).decode(), base="")) == config
 
 
-def test_without_sources_all_stages_are_those_of_a_finished_dataset(write):
+def test_without_sources_only_stages_of_a_dataset_are_chosen(write):
     config = load_config(write(""), ["sources=[]"])
     assert choose_stages(config) == ("encode.segments", "encode", "encode.shards", "validate")
 

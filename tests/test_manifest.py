@@ -92,7 +92,7 @@ def test_the_checksum_of_records_sees_everything_but_the_times(tmp_path):
         return records_checksum(tmp_path / "m")
 
     assert checksum() == checksum(modified=2)
-    # Of other lengths in decimal digits: the byte offsets in plans must stay right.
+    # Times with other numbers of digits must not change the byte offsets in plans.
     assert checksum() == checksum(modified=-1) == checksum(modified=1_700_000_000_123_456_789)
     # Measures may differ in their last step between kinds of CPU.
     assert checksum(sound="a" * 16) == checksum(sound="b" * 16)

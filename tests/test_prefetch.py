@@ -11,7 +11,7 @@ from sharmill.prefetch import prefetch
 @pytest.mark.parametrize(
     ("threads", "ahead", "most"), [(1, 0, 1), (1, 4, 4), (2, 0, 2), (2, 7, 7), (4, 2, 4), (3, 100, 100)]
 )
-def test_results_come_in_order_and_no_more_is_begun_than_the_weight_allows(threads, ahead, most):
+def test_results_are_in_order_and_started_weight_is_bounded(threads, ahead, most):
     begun = 0
     lock = threading.Lock()
 
@@ -23,7 +23,7 @@ def test_results_come_in_order_and_no_more_is_begun_than_the_weight_allows(threa
 
     for taken, item in enumerate(prefetch(count, range(30), threads=threads, ahead=ahead)):
         assert item == taken
-        # Those that wait, and the one just handed out.
+        # The limit covers waiting items and the item just handed out.
         assert begun <= taken + 1 + most
 
 

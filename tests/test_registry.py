@@ -80,7 +80,7 @@ def test_two_packages_with_one_name_are_told_apart_by_neither(tiny, tmp_path, mo
         CODECS.find("tiny")
 
 
-def test_a_model_of_another_package_is_identified_by_version_and_files(tiny, installed, tmp_path):
+def test_an_external_model_is_identified_by_version_and_files(tiny, installed, tmp_path):
     assert find_codec("tiny:50").identity() == {"backend": "tiny", "name": "tiny:50", "version": "tiny-speech 1.5"}
     by_path = find_speaker_encoder("python:tiny_speech:TinyEncoder").identity()
     assert by_path["backend"] == by_path["name"] == "python:tiny_speech:TinyEncoder"
@@ -118,7 +118,7 @@ class Level(ModelFamily):
         raise NotImplementedError
 
 
-def test_a_dataset_made_with_another_packages_source_encoder_and_codec(installed, tmp_path):
+def test_a_dataset_with_external_source_encoder_and_codec(installed, tmp_path):
     lines = []
     for number in range(6):
         put(tmp_path / "audio" / f"{number}.wav", voice(1.0, seed=number), 16000)

@@ -30,7 +30,7 @@ exit ${UV_STATUS:-0}
 
 @pytest.fixture
 def checkout(tmp_path) -> Path:
-    """What ``make venv`` reads of the repository, and a Python that installs nothing."""
+    """Files of the repository that ``make venv`` reads, and a Python stub that installs nothing."""
     folder = tmp_path / "checkout"
     shutil.copytree(REPOSITORY / ".ci", folder / ".ci")
     for name in ("Makefile", "pyproject.toml", "constraints.txt"):
@@ -53,7 +53,7 @@ def make(checkout: Path, **environment: str) -> tuple[int, str, list[str]]:
 
 
 @pytest.mark.parametrize(("problem", "last"), [("", "uv pip install"), ("no network", "python -m pip install")])
-def test_it_says_what_comes_and_without_uv_pip_installs_and_it_is_said_why(checkout, problem, last):
+def test_setup_announces_its_size_and_falls_back_to_pip(checkout, problem, last):
     status, said, calls = make(checkout, NO_UV=problem)
     assert status == 0, said
     assert "Python packages" in said.splitlines()[0]

@@ -130,7 +130,7 @@ def jobs(run_dir, tmp_path_factory):
 
 
 @pytest.mark.parametrize("has_failed", [False, True])
-def test_jobs_on_slurm_end_and_an_end_is_noted_unless_there_is_one(run_dir, jobs, has_failed):
+def test_cancel_ends_slurm_jobs_and_records_an_outcome(run_dir, jobs, has_failed):
     folder, environment = jobs
     if has_failed:
         RunDir(run_dir).note_outcome(RunOutcome(state="failed", message="units failed"))
@@ -142,7 +142,8 @@ def test_jobs_on_slurm_end_and_an_end_is_noted_unless_there_is_one(run_dir, jobs
     assert (end.state, end.message.split()[0]) == (("failed", "units") if has_failed else ("cancelled", "cancelled"))
 
 
-# Of a run directory, by what the refusal says: its id may be that of another run, whose jobs it would end.
+# Changes of a run directory by the text of the refusal. A foreign id could be the id of another run, whose jobs would
+# be cancelled.
 FOREIGN = {
     "id belongs to another user": lambda path: os.chown(path / "id", 65534, 65534),
     "id is a link": lambda path: ((path / "victim").hardlink_to(path / "id"), os.chown(path, 65534, 65534)),
@@ -164,7 +165,7 @@ def test_no_job_ends_by_an_id_that_may_be_of_another_run(run_dir, jobs, words, c
     assert not (folder / "asked").exists()
 
 
-def test_a_lock_that_an_advance_job_left_when_it_was_killed_on_another_host_runs_out(run_dir, jobs):
+def test_a_lock_of_a_driver_job_killed_on_another_host_expires(run_dir, jobs):
     """While its process goes on it still writes, so that no claim may go."""
     leave_lock(run_dir, pid=77, kernel="another", job="SLURM job 13")
     assert cancel(run_dir, environment=jobs[1]).returncode == 0

@@ -1,4 +1,4 @@
-"""What commands and ranks import: torch, lhotse and the like only where a model, a resampler or a reader needs them."""
+"""Imports of commands and ranks: torch, lhotse and the like are loaded only for a model, a resampler or a reader."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""What the command line makes of its arguments, and how it ends."""
+"""The command line: its arguments, help and exit statuses."""
 
 import errno
 import json
@@ -110,7 +110,7 @@ def test_wrong_use_of_commands_ends_with_one_line(arguments, names, config, erro
     assert not (tmp_path / "dataset").exists()
 
 
-def test_too_many_rejects_end_with_the_first_sentence_and_the_remedy_of_each_reason(config, call, tmp_path):
+def test_too_many_rejects_show_a_sentence_and_remedy_per_reason(config, call, tmp_path):
     path = config()
     missing = [make_record(audio_filepath="none.wav")] * 3
     write_lines(tmp_path / "m.json", [*missing, make_record(text=""), make_record()])
@@ -185,7 +185,7 @@ def options_of(name):
 ONLY_LINES = ("bins", "tune-batch", "verify-resume")
 
 
-def test_every_command_can_be_asked_for_help_to_be_quiet_and_for_json(call):
+def test_every_command_has_help_quiet_and_json(call):
     context = click.Context(cli)
     listed = {name: line for commands in COMMANDS.values() for name, (_, line) in commands.items()}
     for name in cli.list_commands(context):
@@ -197,12 +197,12 @@ def test_every_command_can_be_asked_for_help_to_be_quiet_and_for_json(call):
         assert (status, out.startswith(f"Usage: sharmill {name} ")) == (0, True)
 
 
-def test_a_run_in_which_nothing_went_on_is_begun_anew_with_another_configuration(config, call):
+def test_a_run_without_kept_records_accepts_new_settings(config, call):
     path = config(json.dumps(make_record(text="")).encode() + b"\n")
     status, _, err = call("run", path, "prepare")
     assert (status, "prepare.require_text" in err) == (1, True)
     assert call("run", path, "prepare", "prepare.require_text=false")[::2] == (0, "")
-    # What went on is kept.
+    # Kept records are not discarded.
     status, _, err = call("run", path, "prepare")
     assert (status, "was started with other" in err) == (2, True)
 
@@ -210,7 +210,7 @@ def test_a_run_in_which_nothing_went_on_is_begun_anew_with_another_configuration
 @pytest.mark.parametrize(
     ("gibibytes", "arguments"), [(2, ["bins", "dataset"]), (3, ["run", "config.yaml", "prepare", "write", "encode"])]
 )
-def test_too_low_a_limit_on_memory_is_named_where_torch_cannot_be_loaded(tmp_path, gibibytes, arguments):
+def test_a_memory_limit_too_low_to_load_torch_is_named(tmp_path, gibibytes, arguments):
     """It is not for a missing package, whatever its name."""
     project = Project(tmp_path).add_voices([0.4])
     (tmp_path / "config.yaml").write_bytes(
@@ -226,7 +226,7 @@ def test_too_low_a_limit_on_memory_is_named_where_torch_cannot_be_loaded(tmp_pat
     assert "Traceback" not in done.stderr
 
 
-def test_without_a_path_in_the_environment_torch_is_loaded_all_the_same(tmp_path):
+def test_torch_loads_without_path_in_the_environment(tmp_path):
     environment = {name: value for name, value in os.environ.items() if name != "PATH"}
     dataset = make_bare_dataset(tmp_path / "dataset", [4])
     assert "Traceback" not in run_sharmill("bins", dataset, status=None, env=environment).stderr
@@ -252,7 +252,7 @@ time.sleep(120)
         ),
     ],
 )  # fmt: skip
-def test_what_loads_a_model_says_a_word_at_once_and_ends_soon_after_sigterm(tmp_path, arguments, word, is_closed):
+def test_model_commands_report_at_once_and_end_after_sigterm(tmp_path, arguments, word, is_closed):
     dataset = make_bare_dataset(tmp_path / "dataset", [4], codes=True)
     entry = {"type": "sharmill", "dataset": str(dataset)}
     settings = {"input_cfg": [entry], "batch_size": 2, "shuffle": True, "shard_seed": "randomized", "seed": 1}

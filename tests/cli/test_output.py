@@ -73,7 +73,7 @@ def test_json_of_plan_and_status_is_all_that_is_printed(done, printed):
     assert {other["state"] for other in others} == {"not begun"}
 
 
-def test_a_run_ends_with_its_accounts_its_paths_and_the_next_command(done, printed, monkeypatch):
+def test_a_run_prints_counts_paths_and_the_next_command(done, printed, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     lines = printed("run", done.path, "prepare").splitlines()
     (heading, row), words = [line.split() for line in lines if line[:5] in ("stage", "prepa")][-2:], " ".join(lines)
@@ -84,7 +84,7 @@ def test_a_run_ends_with_its_accounts_its_paths_and_the_next_command(done, print
     assert f"sharmill report {done.run_dir}" in " ".join(words.split())
 
 
-def test_a_run_warns_once_where_anybody_may_write_to_what_it_makes(done, call):
+def test_a_run_warns_once_about_a_permissive_umask(done, call):
     usual = os.umask(0)
     try:
         status, _, err = call("run", done.path, "prepare")
@@ -129,7 +129,7 @@ def test_doctor_looks_at_the_machine(tmp_path, printed):
 
 SPACE = SimpleNamespace(f_bavail=1000, f_frsize=4096, f_files=10**6, f_favail=12)
 VERSIONS = defaultdict(lambda: "1.0", lhotse="absent")
-# What the machine lacks: what answers so, the check, and words of the remedy.
+# Deficiencies of the machine: the patched function with its result, the name of the check, and words of the remedy.
 LACKING = [
     ("shutil.which", {"return_value": None}, "SLURM", "not installed here"),
     ("os.statvfs", {"return_value": SPACE}, "free space", "make room"),

@@ -84,7 +84,7 @@ def drawn(listener, width) -> list[str]:
         ({"match": 100.0, "write": 60.0, "encode/nanocodec": 3600.0}, "run: 1:02:30 left", "run: 1:01:10 left"),
     ],
 )
-def test_the_time_left_of_the_whole_run_is_shown_as_far_as_it_is_known(listener, clock, expected, loading, under_way):
+def test_the_known_time_left_of_the_whole_run_is_shown(listener, clock, expected, loading, under_way):
     shown = listener(120, names=STAGES, expected=expected)
     shown.stage_started(stage_of("prepare"), units_of([1.0]), [])
     shown.stage_ended(stage_of("prepare"), ended())
@@ -123,8 +123,8 @@ def test_bars_have_room_and_nothing_is_cut(listener, clock, width):
     assert lines[3].endswith("in 1:06:40")
 
 
-# Of ten units of a minute: those that were done before and those that are, seconds since the start, what its rank says
-# (None: it has not begun), and the end of the row.
+# For ten units of a minute each: units done before and units done now, seconds since the start, the heartbeat of the
+# rank (None: not started), and the end of the row.
 ROWS = [
     ("match", 0, 0, 10, None, "loading"),
     ("write", 0, 0, 10, None, "starting"),

@@ -1,4 +1,4 @@
-"""What `sharmill status` says, from files whose content and age are known."""
+"""The output of `sharmill status` for files of known content and age."""
 
 import json
 import os
@@ -198,7 +198,7 @@ def test_a_process_that_submits_the_first_jobs_is_no_trouble(stage, call, monkey
         assert call("status", stage.run_dir.path, "--check")[0] == 0
 
 
-def test_a_damaged_pilot_and_keys_of_another_version_take_nothing_from_the_status(stage, noon, shown):
+def test_status_ignores_a_damaged_pilot_and_unknown_keys(stage, noon, shown):
     put_rank(stage, 0, started=noon - 100, updated=noon, cost_done=2.0)
     config = yaml.safe_load(stage.run_dir.config.read_bytes()) | {"theirs": {"level": 1}, "new_key": 1}
     config["encode"]["codecs"][0]["new_key"] = 1
@@ -210,7 +210,7 @@ def test_a_damaged_pilot_and_keys_of_another_version_take_nothing_from_the_statu
     assert max(map(len, text.splitlines()[:4])) <= 80
 
 
-def test_cost_and_memory_of_what_is_done_and_codecs_of_earlier_runs_are_shown(stage, call):
+def test_status_shows_cost_memory_and_codecs_of_earlier_runs(stage, call):
     (ledger,) = stage.ranks.ledger.glob("*.jsonl")
     facts = {"device_kind": "A GPU", "seconds": 3600.0, "memory_mb": 6012.0, "memory_asked_mb": 48000.0}
     ledger.write_text(json.dumps(json.loads(ledger.read_text()) | facts) + "\n")
@@ -240,7 +240,7 @@ def test_what_cannot_be_is_one_line(stage, call, options):
     assert WRONG[options] in err
 
 
-def test_a_unit_that_takes_far_longer_than_the_others_is_named_and_no_time_left_is_told(stage, noon, shown):
+def test_a_late_unit_is_named_and_hides_the_time_left(stage, noon, shown):
     (ledger,) = stage.ranks.ledger.iterdir()
     ledger.write_bytes(msgspec.json.encode(msgspec.json.decode(ledger.read_bytes()) | {"seconds": 4.0}) + b"\n")
     put_rank(stage, 0, started=noon - 300, updated=noon - 100, unit=1, unit_began=noon - 130, cost_done=2.0)

@@ -15,7 +15,7 @@ from sharmill.executors.slurm.executor import SlurmExecutor
 
 @pytest.fixture(autouse=True)
 def _no_slurm(monkeypatch, tmp_path):
-    """Without commands of SLURM, which would be asked for the limits of the cluster."""
+    """Hide SLURM's commands, which would otherwise be asked for the limits of the cluster."""
     monkeypatch.setenv("PATH", str(tmp_path))
 
 
@@ -35,7 +35,7 @@ def make_config(tmp_path):
     return make
 
 
-def test_every_job_that_is_known_now_is_shown_and_a_line_of_each_later_stage(make_config, call, tmp_path):
+def test_dry_run_shows_known_jobs_and_a_line_per_later_stage(make_config, call, tmp_path):
     profile = tmp_path / "profile.yaml"
     profile.write_text("driver_units: 0\ncpu: {max_ranks: 9}\n")
     arguments = (make_config("a")[1], "encode.codecs=[{name: b, model: builtin}]", "--profile", profile)
@@ -51,7 +51,7 @@ def test_every_job_that_is_known_now_is_shown_and_a_line_of_each_later_stage(mak
     assert names == ["write", "encode.segments", "encode/b", "encode.shards/b", "validate"]
 
 
-def test_the_end_of_some_stages_names_what_is_done_and_what_is_left(make_config, call):
+def test_a_partial_run_names_finished_and_remaining_stages(make_config, call):
     """A second run, which has nothing to do, says the same; submit and status show what a run has noted."""
     config, path = make_config("a")
     told = []

@@ -66,14 +66,14 @@ def test_goes_on_from_any_folder_with_a_run_that_was_killed(project, tmp_path_fa
     run_sharmill("work", project / "run", cwd="/")
 
 
-def test_a_run_that_has_failed_is_begun_again_by_its_own_command_only(project):
+def test_a_failed_run_is_restarted_only_by_its_own_command(project):
     assert run(project, "prepare").returncode == 0
     RunDir(project / "run").note_outcome(RunOutcome(state="failed", message="toy: 1 units failed", code="units_failed"))
     done = run_sharmill("work", project / "run", status=1)
     assert (done.returncode, done.stderr) == (1, "Error: toy: 1 units failed\n")
 
 
-def test_a_run_directory_that_was_moved_or_never_begun_is_refused(project):
+def test_a_moved_or_empty_run_directory_is_refused(project):
     (project / "empty").mkdir(mode=0o755)
     for name in ("empty", "nowhere"):
         none = run_sharmill("work", project / name, status=2)
@@ -105,7 +105,7 @@ def test_of_a_run_directory_of_others_nothing_is_read(project, monkeypatch):
         require_private(run_dir)
 
 
-def test_restart_beside_ranks_that_are_at_work_is_refused_unless_it_takes_over(at_work):
+def test_restart_beside_live_ranks_needs_take_over(at_work):
     token = (at_work / "run/prepare/plan/token").read_text()
     refused = run(at_work, "prepare", "--restart")
     assert refused.returncode == 2
@@ -116,7 +116,7 @@ def test_restart_beside_ranks_that_are_at_work_is_refused_unless_it_takes_over(a
     assert (at_work / "run/prepare/plan/token").read_text() != token
 
 
-def test_another_configuration_beside_ranks_that_are_at_work_is_refused(at_work):
+def test_another_configuration_beside_live_ranks_is_refused(at_work):
     before = (at_work / "run/resolved_config.yaml").read_text()
     refused = run(at_work, "write.shard_size=3")
     assert refused.returncode == 2

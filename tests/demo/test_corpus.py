@@ -66,7 +66,7 @@ def test_the_summary_counts_what_the_manifest_and_the_files_hold(corpus):
     }
 
 
-def test_the_same_arguments_give_the_same_bytes_in_another_process(corpus, tmp_path):
+def test_equal_arguments_give_equal_bytes_in_another_process(corpus, tmp_path):
     script = f"""
 import json, sys
 from pathlib import Path
@@ -102,7 +102,7 @@ def test_a_demo_replaces_only_what_it_made(tmp_path, call, change):
         "arguments": {"version": 2, "num_voices": 12, "utterances_per_voice": 20, "seed": 42},
         "totals": {"num_records": 254, "num_bad_records": 14, "audio_seconds": 1191.006},
     }))  # fmt: skip
-    # Without its manifest, no stage begins.
+    # No stage starts if the manifest is missing.
     for overrides in ([], ["write.shard_size=20"], []):
         assert "cannot read the manifest" in call("demo", tmp_path, *overrides)[2]
     change(tmp_path)

@@ -471,7 +471,7 @@ class OddRun:
 
 @functools.cache
 def without_privileges() -> list[str] | None:
-    """What to put before a command so that permissions count for it, for root too; None where that is not allowed."""
+    """Prefix of a command that makes permissions effective even for root; None if that is not allowed here."""
     with tempfile.TemporaryDirectory() as folder:
         locked = Path(folder, "locked")
         locked.touch()
@@ -536,7 +536,7 @@ def _kind_of(record: Any) -> str:
     return max(names, key=len)
 
 
-# What has tests of its own, and needs voices that differ, a filter, no companion at all, another source or a device.
+# Reasons with tests of their own: they need different voices, a filter, a lone utterance, another source or a device.
 ELSEWHERE = {
     "filtered", "no_similar_context", "no_long_context", "only_copies", "unsupported_cut", "overlapped_speech",
     "ambiguous_audio", "already_there", "bad_context", "too_long_for_device", "bad_codes",
@@ -568,7 +568,7 @@ def test_the_sums_agree(odd_run: OddRun):
         totals[stage] = json.loads((odd_run.folder / "run" / stage / "done.json").read_bytes())
     rejects = lines(odd_run.folder / "run/rejects.jsonl")
     came = sum(bool(line.strip()) if isinstance(line, bytes) else 1 for line in odd_run.records)
-    # Of segments, not of records.
+    # This stage counts segments, not records.
     segments = totals.pop("encode/tiny")
     assert segments["num_in"] == segments["num_out"] <= 2 * totals["write"]["num_out"]
     for stage, numbers in totals.items():
@@ -649,7 +649,7 @@ def test_own_readers_and_plain_lhotse_read_every_cut(odd_run: OddRun):
         assert cut.target_codes.load().shape[1] > 0
 
 
-def test_the_deep_check_finds_no_errors_but_what_is_loud_or_silent(odd_run: OddRun, tmp_path):
+def test_the_deep_check_finds_only_loud_or_silent_audio(odd_run: OddRun, tmp_path):
     found = tmp_path / "found.json"
     run_sharmill("validate", odd_run.folder / "dataset", "--deep", "--workers", "1", "--json", found)
     report = json.loads(found.read_text())

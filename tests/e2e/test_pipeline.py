@@ -86,7 +86,7 @@ LOST = [
 
 
 @pytest.mark.parametrize(("outputs", "lost"), LOST)
-def test_units_that_lost_their_output_are_done_again_with_the_same_bytes(folder, outputs, lost):
+def test_units_with_lost_output_are_rebuilt_with_equal_bytes(folder, outputs, lost):
     expected = snapshot(folder / "dataset")
     files = sorted(folder.glob(outputs))
     assert len(files) > 2
@@ -144,7 +144,7 @@ def test_damage_is_found_done_again_and_gone(make_config, corpus, tmp_path):
     do.change_bytes("shards.jsonl", lambda data: data[:-20])(dataset)
     run_sharmill("validate", dataset, "--json", report, "--against", corpus.manifest, "--rejects", rejects,
                  status=3)  # fmt: skip
-    # Without a readable index the checksums are not known: it comes first, then the rest.
+    # The index must be rebuilt first, since the checksums of other files are unknown while it is unreadable.
     assert [(unit["stage"], unit["shard"]) for unit in json.loads(report.read_text())["redo"]] == [("index", None)]
     run_sharmill("run", config, "--redo", report, status=3)
     found = run_sharmill("validate", config, "--json", report, status=3)

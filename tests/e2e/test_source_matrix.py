@@ -74,7 +74,7 @@ def contents(dataset):
 
 
 @pytest.mark.parametrize("form", [form for form in FORMS if form != "nemo"])
-def test_a_dataset_of_another_form_has_what_that_of_the_plain_manifest_has(form, plain, records, tmp_path):
+def test_other_input_forms_give_the_dataset_of_a_plain_manifest(form, plain, records, tmp_path):
     made = build(tmp_path, form, records)
     assert len(facts(made)) == len(records)
     if form == "lhotse_shar":

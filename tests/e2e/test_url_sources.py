@@ -130,7 +130,7 @@ def test_a_run_killed_in_mid_copy_goes_on(key, stored, corpus, tmp_path):
         (Fault("relative.json", status=503), "cannot fetch s3://bucket/relative.json"),
     ],
 )
-def test_a_manifest_that_a_store_does_not_give_ends_the_run_in_a_line(fault, said, stored):
+def test_an_unavailable_remote_manifest_ends_the_run_in_one_line(fault, said, stored):
     store, config = stored
     store.faults.append(dataclasses.replace(fault))
     done = run_sharmill("run", config, "prepare", status=None)

@@ -159,7 +159,7 @@ def test_training_gets_batches_of_the_others(made):
     assert batch["target_codes"].shape[0] == batch["context_codes"].shape[0] == 4
 
 
-def test_the_readers_of_lhotse_and_nemo_give_the_cuts_without_the_field(made):
+def test_readers_of_lhotse_and_nemo_ignore_the_field(made):
     dataset = made[0].dataset
     settings = {"shar_path": shar_fields(dataset, "nan"), "force_finite": True, "batch_size": 4, "sample_rate": 16000}
     of_nemo = flat(take(get_lhotse_dataloader_from_config(settings, 0, 1, AsIs())))
@@ -216,7 +216,7 @@ def test_such_datasets_are_merged_appended_to_and_split(made, tmp_path):
     assert sum(len(list(open_shar(tmp_path / "split" / part, codec="nan"))) for part in ("train", "valid")) == 4
 
 
-def test_a_unit_without_any_codes_is_done_by_a_rank_that_gives_others_some(tmp_path):
+def test_a_unit_without_codes_is_accepted_from_a_sound_rank(tmp_path):
     project, config = make(tmp_path, [1.0] * 5 + [4.0], [BAD["nan"]], unit_seconds=2.0)
     assert all(result.ok for result in encode(config))
     assert numbers(open_shar(project.dataset)) == [1, 2, 3, 4]
@@ -224,7 +224,7 @@ def test_a_unit_without_any_codes_is_done_by_a_rank_that_gives_others_some(tmp_p
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("when", "said"), [("speech", "this device is broken"), ("load", "a rank cannot be set up")])
-def test_a_rank_that_gives_no_codes_for_anything_is_the_broken_one(tmp_path, when, said):
+def test_a_rank_without_codes_for_any_unit_is_broken(tmp_path, when, said):
     project, config = make(tmp_path, [1.0] * 6, [GOOD], unit_seconds=1.0)
     assert all(result.ok for result in encode(config))
     good = snapshot(project.dataset / "codes_good")

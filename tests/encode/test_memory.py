@@ -88,7 +88,7 @@ def test_what_may_be_a_fault_of_libraries_is_told_as_that_too(make_config, error
     assert ("the same message appears if torch, its libraries" in told) == (error is ENGINE)
 
 
-def test_a_segment_alone_in_a_batch_is_not_told_to_use_smaller_ones(make_config):
+def test_a_single_segment_gets_no_advice_on_smaller_batches(make_config):
     (failure,) = encode(
         make_config(*[0.4] * 5, 4.0), SmallDevice(40000), unit_seconds=4.0, batch_seconds=10.0
     ).failures.values()
@@ -126,7 +126,7 @@ class FullOnce(ToyCodec):
         return super().encode(audio, num_samples)
 
 
-def test_what_a_batch_without_room_has_allocated_is_free_for_the_next(make_config):
+def test_memory_of_a_failed_batch_is_free_for_the_next(make_config):
     result = encode(make_config(*[1.0] * 6, 0.5), FullOnce(), unit_seconds=4.0, batch_seconds=2.0)
     assert result.ok
 
@@ -158,7 +158,7 @@ def test_a_segment_cut_for_the_device_has_the_codes_of_the_whole(project, make_c
     assert (long.target_codes.load() == codec.whole(audio, torch.tensor([audio.shape[1]]))[0].numpy()).all()
 
 
-def test_a_long_segment_of_an_unbounded_codec_is_named_with_a_remedy(make_config, codec, monkeypatch):
+def test_a_segment_too_long_for_the_codec_is_named_with_a_remedy(make_config, codec, monkeypatch):
     monkeypatch.setattr(codec, "find_reach", lambda: None)
     (failure,) = encode(make_config(1.0, 70.0), codec).failures.values()
     for part in ("its 70 s do not fit", "all other units continue", "a device with more memory"):

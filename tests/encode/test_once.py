@@ -67,7 +67,7 @@ def test_each_codec_gets_a_segment_once_in_every_order(speech, order):
     assert (passes(config), passes(config, "more")) == (12, 12)
 
 
-def test_segments_that_the_run_has_stored_are_listed_without_their_audio(speech, tmp_path):
+def test_segments_stored_by_the_run_are_listed_without_audio(speech, tmp_path):
     config = speech.write(write={"shard_size": 5})
     foreign = dataclasses.replace(config, run_dir=str(tmp_path))
     by_notes, by_reading = codec_stages(config)[0], codec_stages(foreign)[0]
@@ -122,7 +122,7 @@ def encoded(speech):
 
 
 @pytest.mark.parametrize("codec", [ToyCodec, OtherArithmetic])
-def test_a_lost_block_is_encoded_again_and_its_codes_reach_all_places(speech, encoded, codec):
+def test_a_lost_block_is_encoded_again_for_all_places(speech, encoded, codec):
     before = dict(stored(speech.dataset))
     bytes_before = snapshot(speech.dataset)
     stage = codec_stages(encoded)[1]
@@ -136,7 +136,7 @@ def test_a_lost_block_is_encoded_again_and_its_codes_reach_all_places(speech, en
 
 
 def test_codes_of_other_audio_are_encoded_again_by_redo(speech, encoded, tmp_path):
-    """Those of one block were made wrongly: the checker names the shards, and every place gets the right codes."""
+    """The codes of one block are wrong: the checker names the shards, and every place gets the right codes."""
     before = snapshot(speech.dataset)
     stage = codec_stages(encoded)[1]
     (stage.root / "parts/000001.npy").unlink()
@@ -159,7 +159,7 @@ def test_codes_of_other_audio_are_encoded_again_by_redo(speech, encoded, tmp_pat
     check_once(config, speech.dataset)
 
 
-def test_interrupted_between_new_codes_and_their_assembly_it_goes_on(speech, encoded):
+def test_a_run_resumes_between_encoding_and_assembly(speech, encoded):
     _, encode, shards = codec_stages(encoded)
     (encode.root / "parts/000000.npy").unlink()
     with loading(OtherArithmetic()):

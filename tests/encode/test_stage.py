@@ -56,9 +56,7 @@ def encode(config, codec, name="toy", *, restart=False, **options):
 @pytest.mark.parametrize(
     ("rate", "samples_per_frame"), [(8000, 320), (16000, 441), (22050, 320), (24000, 441), (44100, 320)]
 )
-def test_codes_are_those_of_the_stored_audio_in_frames_rounded_up(
-    project, config, rate, samples_per_frame, size, dtype
-):
+def test_codes_match_the_stored_audio_with_frames_rounded_up(project, config, rate, samples_per_frame, size, dtype):
     codec = project.encode(config, codec=ToyCodec(rate, samples_per_frame, size))
     for cut in open_shar(project.dataset):
         for codes, recording in ((cut.target_codes, cut.target_audio), (cut.context_codes, cut.context_audio)):

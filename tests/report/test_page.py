@@ -150,8 +150,8 @@ def test_wrong_use_is_one_line(reported, call, tmp_path, monkeypatch, arguments,
 
 def test_a_run_has_all_charts(page):
     for title in (
-        "Length of targets", "Similarity of the chosen contexts", "Bandwidth of targets", "Distribution of hours over speakers",
-        "Uses of a clip as context", "toy: entropy", "Size of shards", "Rate of write, by rank",
+        "Length of targets", "Similarity of the chosen contexts", "Bandwidth of targets",
+        "Distribution of hours over speakers", "Uses of a clip as context", "toy: entropy", "Size of shards", "Rate of write, by rank",
     ):  # fmt: skip
         assert f"<figcaption>{title}</figcaption>" in page
     assert page.count("<figcaption>Rate of encode/toy, by rank</figcaption>") == 1
@@ -172,7 +172,7 @@ def test_a_chart_has_its_values_as_a_table_too():
     assert (trace["x"], trace["y"]) == ([0.5, 1.5, 2.5], [3, 0, 1])
 
 
-def test_a_run_without_its_dataset_has_its_accounts_and_its_pilot(reported, call, tmp_path):
+def test_the_page_of_a_run_without_dataset_has_counts_and_pilot(reported, call, tmp_path):
     run_dir = copy(reported.run_dir, tmp_path / "run")
     config = (run_dir / "resolved_config.yaml").read_text()
     (run_dir / "resolved_config.yaml").write_text(config.replace(str(reported.dataset), str(tmp_path / "gone")))
@@ -198,7 +198,7 @@ def test_a_run_without_its_dataset_has_its_accounts_and_its_pilot(reported, call
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may give files away")
 @pytest.mark.parametrize("is_its_own", [True, False])
-def test_a_page_of_another_users_run_shows_the_dataset_of_its_ledger_alone(reported, call, tmp_path, is_its_own):
+def test_a_page_of_another_users_run_shows_its_own_dataset(reported, call, tmp_path, is_its_own):
     """That user may read the page, and may not read the dataset that the configuration names."""
     run_dir, other = copy(reported.run_dir, tmp_path / "run"), copy(reported.dataset, tmp_path / "other")
     (other / "shards.jsonl").write_text((other / "shards.jsonl").read_text().replace('"xxh3":"', '"xxh3":"other'))
@@ -222,7 +222,7 @@ def test_a_page_of_another_users_run_shows_the_dataset_of_its_ledger_alone(repor
         ("shards.jsonl", None, "there is no shards.jsonl"),
     ],
 )
-def test_a_run_page_names_the_reason_that_its_dataset_is_not_on_it(reported, call, tmp_path, name, change, reason):
+def test_a_run_page_explains_a_missing_dataset(reported, call, tmp_path, name, change, reason):
     run_dir, dataset = copy(reported.run_dir, tmp_path / "run"), copy(reported.dataset, tmp_path / "dataset")
     config = run_dir / "resolved_config.yaml"
     config.write_text(config.read_text().replace(str(reported.dataset), str(dataset)))
@@ -261,7 +261,7 @@ def test_match_notes_voices_and_the_page_has_their_map(tmp_path):
     assert "Similarity within and across groups" in page
 
 
-def test_all_voices_of_a_small_dataset_are_noted_and_few_of_a_large_one():
+def test_voices_are_recorded_all_or_sampled_by_dataset_size():
     rng = np.random.default_rng(1)
     groups = [(f"g{group}", [(f"{group}-{n}", rng.standard_normal(16)) for n in range(20)]) for group in range(10)]
     assert len(sample_voices([(name, voices[:4]) for name, voices in groups], "u", 40, 40)) == 40

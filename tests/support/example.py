@@ -48,7 +48,7 @@ class Example:
         )
 
     def run(self, *overrides: str, ranks: int = 2) -> str:
-        """What it printed; it must end well."""
+        """Return the output of the example, which must exit with status 0."""
         process = self.start(*overrides, ranks=ranks)
         printed, _ = process.communicate(timeout=300)
         assert process.returncode == 0, printed
@@ -62,7 +62,7 @@ class Example:
         return [values for values in logged if "step" in values]
 
     def ids_by_step(self, rank: int) -> dict[int, list[str]]:
-        """Of each step the ids that were trained on; a step that was done again must have had the same ones."""
+        """Return the training ids of each step; a repeated step must have the same ids."""
         ids: dict[int, list[str]] = {}
         for values in self.steps(rank):
             assert ids.setdefault(values["step"], values["ids"]) == values["ids"]

@@ -17,7 +17,7 @@ from support.project import put, voice, write_lines
 
 TTS = "nemo.collections.tts"
 ASR = "nemo.collections.asr.modules"
-# Of tiny language models and recognizers.
+# Hidden size of tiny language models and recognizers.
 HIDDEN = 32
 
 

@@ -305,7 +305,7 @@ class Project:
     def configure(self, **changes: Any) -> Config:
         manifest = write_lines(self.folder / "small.json", self.records)
         values = {"run_dir": str(self.run_dir), "dataset_dir": str(self.dataset), "prepare": {"min_duration": 0.0}}
-        # Of synthetic voices: nothing that an encoder of speech is made for.
+        # The default threshold is lowered, since encoders are not made for synthetic voices.
         match = changes.get("match", {})
         changes["match"] = None if match is None else {"min_similarity": 0.6} | match
         return config_for(self.folder, **{"sources": [(manifest, self.root)]} | values | changes)

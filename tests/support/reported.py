@@ -67,7 +67,7 @@ def make_reported(folder: Path) -> Project:
     project.add("<img src=x onerror=alert(1)>.flac", text="absent", duration=1.0)
     project.add("utt0.flac", text="", duration=1.0)
     similarities = [0.95 - 0.04 * number for number in range(len(HOSTILE))]
-    # Of one context for all but itself.
+    # One utterance is the context of all others.
     config = project.write(
         [1, *[0] * (len(HOSTILE) - 1)], similarities, write={"shard_size": 5, "order": "manifest"},
         match={"min_duration": 0.0}, encode={"codecs": [{"name": "toy", "model": "builtin"}]},

@@ -42,7 +42,7 @@ _PIECE = 1 << 14
 
 @dataclass
 class Fault:
-    """What a store does wrong with requests for the keys that contain ``key``; the first fault that fits counts.
+    """Fault of a store for requests of keys that contain ``key``; the first matching fault applies.
 
     ``status`` is answered in place of the object; after ``cut`` bytes of its body the connection ends; ``pause``
     seconds pass before each 16 KiB of it. ``call`` is called before the answer is made: it may put another object in

@@ -105,7 +105,7 @@ class ToyRun(SlurmExecutor):
 
 
 def slurm(*command: Any) -> str:
-    """What a SLURM command prints."""
+    """Return the output of a SLURM command."""
     return subprocess.run([str(part) for part in command], capture_output=True, text=True, check=True).stdout
 
 

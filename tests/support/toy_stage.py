@@ -303,7 +303,7 @@ def _do_environment(stage: ToyStage, unit: Unit | None, argument: str) -> None:
 
 
 def _do_assert(stage: ToyStage, unit: Unit | None, argument: str) -> None:
-    """What makes a real GPU fail with a device-side assert."""
+    """Make a real GPU fail with a device-side assert."""
     import torch
 
     torch.zeros(4, device="cuda")[torch.tensor([9], device="cuda")].sum().item()

@@ -1,4 +1,4 @@
-"""What training tests share: a tokenizer of letters, datasets of torch, samples of a loader, corpora, data of NeMo."""
+"""Shared parts of training tests: a letter tokenizer, torch datasets, loader samples, corpora and NeMo data."""
 
 import json
 from collections.abc import Callable, Sequence

@@ -146,7 +146,7 @@ def test_a_lost_file_is_written_again_without_encoding_its_codes(project, name):
 
 @pytest.mark.parametrize("audio_format", ["wav", "flac"])
 @pytest.mark.parametrize("same_time", [True, False])
-def test_other_bytes_of_the_same_size_are_changed_audio_whatever_the_time(project, audio_format, same_time):
+def test_changed_bytes_are_found_despite_equal_size_and_time(project, audio_format, same_time):
     fill(project, 3, "wav")
     config = project.configure(write={"order": "manifest", "audio_format": audio_format})
     project.match_by_hand(config, noted=True)
@@ -329,7 +329,7 @@ def test_anything_else_is_encoded(root, segment, format, rate):
         (whole("a.opus"), 22050, "flac"),
     ],
 )
-def test_original_keeps_the_format_of_what_has_to_be_encoded_or_takes_flac(root, segment, rate, expected):
+def test_original_keeps_the_format_or_uses_flac(root, segment, rate, expected):
     data, stored = store(root, segment, format="original", rate=rate)
     assert (stored.extension, probe_bytes(data).format) == (expected, expected)
 
@@ -381,7 +381,7 @@ def sizes(bounds):
 
 
 @given(DURATIONS, st.integers(1, 50), st.floats(0.01, 500.0))
-def test_shards_are_of_the_size_the_number_or_the_seconds_asked_for(seconds, number, wanted):
+def test_shards_have_the_requested_size_number_or_seconds(seconds, number, wanted):
     of_size = sizes(divide_into_shards(seconds, WriteConfig(shard_size=number)))
     of_number = sizes(divide_into_shards(seconds, WriteConfig(num_shards=number)))
     of_seconds = sizes(divide_into_shards(seconds, WriteConfig(shard_seconds=wanted)))

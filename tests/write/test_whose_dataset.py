@@ -1,6 +1,6 @@
-"""Who may write a dataset: its own run only, which proves by reservations or by the content whose it is.
+"""Ownership of a dataset: only its own run may write it, as reservations or the content prove.
 
-A second run is told whose it is before it does any work.
+A second run is refused with the name of the owner before any work.
 """
 
 import dataclasses
@@ -109,7 +109,7 @@ def begin(config):
 
 
 class TestMoved:
-    def test_alone_it_goes_on_at_the_place_that_the_configuration_names(self, project, tmp_path):
+    def test_a_lone_stage_resumes_in_the_configured_directory(self, project, tmp_path):
         before = {name: data for name, data in snapshot(project.dataset).items() if "/" in name}
         project.dataset = project.dataset.rename(tmp_path / "elsewhere")
         config = project.configure(**SHARDS)
@@ -145,7 +145,7 @@ class TestOfAnother:
         assert snapshot(theirs.dataset) == before
 
     @restarts
-    def test_codes_of_the_same_name_are_neither_overwritten_nor_removed(self, project, restart):
+    def test_existing_codes_of_the_same_name_are_kept(self, project, restart):
         config = project.configure(**SHARDS)
         project.encode(config)
         before = snapshot(project.dataset)
@@ -154,7 +154,7 @@ class TestOfAnother:
         assert snapshot(project.dataset) == before
 
     @restarts
-    def test_files_that_came_after_the_reservation_are_not_overwritten(self, config, restart):
+    def test_files_added_after_the_reservation_are_kept(self, config, restart):
         begin(config)
         theirs = Path(config.dataset_dir, "cuts/cuts.000000.jsonl.gz")
         theirs.parent.mkdir()
@@ -242,7 +242,7 @@ class TestReserved:
 
         with ThreadPoolExecutor(8) as pool:
             outcomes = sorted(pool.map(attempt, range(8)))
-        # Those that meet may give back what each of them has.
+        # Runs that collide may each release their partial reservations.
         assert outcomes in (["got"] + ["reserved"] * 7, ["reserved"] * 8)
 
     def test_runs_that_add_codes_of_other_names_work_side_by_side(self, config):
@@ -261,7 +261,7 @@ class TestReserved:
         assert not Path(config.dataset_dir, STAGING_NAME).exists()
 
     @pytest.mark.parametrize("changes", [{}, {"host": "node7"}, {"user": "ada"}, {"device": 0}], ids=str)
-    def test_a_removed_run_directory_frees_it_and_an_unseen_one_keeps_it(self, tmp_path, changes):
+    def test_a_removed_run_directory_frees_the_dataset_directory(self, tmp_path, changes):
         """Elsewhere, of another user, or with a file system that is not mounted here: it may be there all the same."""
         stage, other = ToyStage(tmp_path), ToyStage(tmp_path / "other")
         other.root = stage.root
@@ -278,7 +278,7 @@ class TestReserved:
         assert run_toy(other)[0].ok
         assert changes or not (stage.root / STAGING_NAME).exists()
 
-    def test_a_copy_of_a_run_directory_ends_and_removes_nothing_of_the_first(self, config, tmp_path):
+    def test_a_copied_run_directory_cannot_affect_the_original(self, config, tmp_path):
         run_dir = begin(config)
         run_dir.config.touch()
         ranks = token_staging(Path(config.dataset_dir), f"{run_dir.read_id()}-{16 * '0'}")
@@ -289,7 +289,7 @@ class TestReserved:
             with raises(ConfigError, "reserved", "copy of that run directory", config.run_dir):
                 run_dataset(at(config, "-copy"), Listener(), restart=restart)
         assert ranks.is_dir()
-        # One that was moved is the same run.
+        # A moved run directory is still the same run.
         run_sharmill("cancel", run_dir.path.rename(tmp_path / "moved"))
         assert not ranks.exists()
 
@@ -301,7 +301,7 @@ class TestReserved:
             shutil.rmtree(getattr(config, key))
         assert run_dataset(dataclasses.replace(config, **moved), Listener()).ok
 
-    def test_one_that_is_cancelled_before_publishing_frees_the_directory(self, config):
+    def test_a_run_cancelled_before_publishing_frees_the_directory(self, config):
         """A damaged reservation of somebody else is no hindrance."""
         run_dir = begin(config)
         run_dir.config.touch()

@@ -61,7 +61,7 @@ def test_a_context_that_the_manifest_had_is_not_kept(project):
 
 
 @pytest.mark.parametrize("first", [True, False])
-def test_a_restart_changes_the_kind_of_a_dataset_and_leaves_nothing_behind(project, first):
+def test_a_restart_with_other_contexts_leaves_no_old_files(project, first):
     fill(project)
     kinds = [{"match": {"min_duration": 0.0}, "write": NONE["write"]}, NONE]
     before, after = kinds if first else reversed(kinds)

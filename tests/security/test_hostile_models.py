@@ -122,7 +122,7 @@ NOT_KNOWN: dict[str, dict[str, Any]] = {
 def test_unknown_values_in_the_configuration_of_a_nemo_file(values, repack):
     path = repack(model_config=with_values(values))
     for use in (resolve, load_speaker_encoder):
-        with raises(ConfigError, "untrusted_model", f"since {next(iter(values))}.", "allow_targets"):
+        with raises(ConfigError, "untrusted_model", f"because {next(iter(values))}.", "allow_targets"):
             use(f"nemo:{path}")
 
 

@@ -151,7 +151,8 @@ def test_wrong_use_is_one_line(reported, call, tmp_path, monkeypatch, arguments,
 def test_a_run_has_all_charts(page):
     for title in (
         "Length of targets", "Similarity of the chosen contexts", "Bandwidth of targets",
-        "Distribution of hours over speakers", "Uses of a clip as context", "toy: entropy", "Size of shards", "Rate of write, by rank",
+        "Distribution of hours over speakers", "Uses of a clip as context", "toy: entropy", "Size of shards",
+        "Rate of write, by rank",
     ):  # fmt: skip
         assert f"<figcaption>{title}</figcaption>" in page
     assert page.count("<figcaption>Rate of encode/toy, by rank</figcaption>") == 1

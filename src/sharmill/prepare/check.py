@@ -1,9 +1,7 @@
 """The checks of one record: fields, types, speaker, text, filters, file, header and duration."""
 
 import math
-import operator
-import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any, ClassVar
@@ -11,6 +9,7 @@ from typing import Any, ClassVar
 from sharmill.audio.decoder import AudioInfo
 from sharmill.audio.files import choose_channel, open_recording
 from sharmill.audio.roots import AudioRoots, normalise_path
+from sharmill.comparisons import Comparison, parse_comparison
 from sharmill.config import NotNegative, Positive, Presence, StageSection, require
 from sharmill.errors import ConfigError, RejectRecord
 from sharmill.manifest import (
@@ -61,15 +60,6 @@ _TYPES: dict[str, tuple[type, ...]] = {
 }
 
 _KINDS = {str: "a text", int: "a number", float: "a number", bool: "true or false", list: "a list", dict: "an object"}
-_OPERATORS: dict[str, Callable[[Any, Any], bool]] = {
-    "<=": operator.le,
-    ">=": operator.ge,
-    "==": operator.eq,
-    "!=": operator.ne,
-    "<": operator.lt,
-    ">": operator.gt,
-}
-_COMPARISON = re.compile(r"\s*(<=|>=|==|!=|<|>)\s*([+-]?(?:(?:\d[\d_]*\.?\d*|\.\d+)(?:[eE][+-]?\d+)?|(?i:inf)))\s*")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,27 +88,7 @@ class PrepareConfig(StageSection):
                  "max_duration must be greater than min_duration")  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Filter:
-    """A condition that holds if the record's value of ``key`` compares to ``limit`` as ``symbol`` says."""
-
-    key: str
-    symbol: str
-    limit: float
-
-    def check(self, record: Mapping[str, Any]) -> None:
-        """Raise RejectRecord ``filtered`` if the value is missing, not a finite number, or fails the comparison."""
-        value = record.get(self.key)
-        is_finite = not isinstance(value, float) or math.isfinite(value)
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not is_finite:
-            raise RejectRecord("filtered", f"{self.key} is {str(value)[:40]!r}, not a number")
-        if not _OPERATORS[self.symbol](value, self.limit):
-            raise RejectRecord(
-                "filtered", f"{self.key} is {str(value)[:40]}, but the filter requires {self.symbol} {self.limit:g}"
-            )
-
-
-def parse_filters(filters: Mapping[str, str]) -> list[Filter]:
+def parse_filters(filters: Mapping[str, str]) -> list[Comparison]:
     """Parse the filters of a configuration.
 
     Raises:
@@ -126,13 +96,12 @@ def parse_filters(filters: Mapping[str, str]) -> list[Filter]:
     """
     parsed = []
     for key, text in sorted(filters.items()):
-        match = _COMPARISON.fullmatch(text)
-        if match is None:
+        if (comparison := parse_comparison(key, text)) is None:
             raise ConfigError(
                 f"prepare.filters.{key}: {text!r} is not a comparison with a number; write for example '<= 0.03'",
                 code="bad_config_value",
             )
-        parsed.append(Filter(key, match[1], float(match[2])))
+        parsed.append(comparison)
     return parsed
 
 
@@ -144,7 +113,7 @@ class RecordCheck:
     """
 
     config: PrepareConfig
-    filters: list[Filter]
+    filters: list[Comparison]
     roots: AudioRoots
     sources: Sequence[Source]
     speakers: Sequence[SpeakerRule]
@@ -169,7 +138,8 @@ class RecordCheck:
                 raise RejectRecord("missing_field", "the record has neither text nor normalized_text")
             raise RejectRecord("empty_text", "text and normalized_text are empty")
         for condition in self.filters:
-            condition.check(record)
+            if fault := condition.fault(record.get(condition.key)):
+                raise RejectRecord("filtered", fault)
         no_duration = record.get("duration") is None
         if not no_duration:
             self._check_duration(_seconds(record, "duration"))

@@ -19,6 +19,7 @@ def open_shar(
     fields: Sequence[str] | None = None,
     *,
     codec: str | None = None,
+    where: str = "",
     shuffle: bool | Literal["global"] = False,
     seed: int = 0,
     mix_shards: int = 8,
@@ -48,6 +49,10 @@ def open_shar(
             fields share that attribute, use the folder, such as ``codes_mimi/target_codes``. If codes are among the
             fields, cuts that the codec gave no codes for are left out and counted in ``SharReader.num_left_out``.
         codec: the codec to read codes of, if the dataset has several.
+        where: conditions that cuts must meet, such as ``"dnsmos_ovrl > 3 and bandwidth >= 7.5"``: comparisons of
+            columns of the dataset, or of ``duration`` (in seconds), with numbers or quoted texts. Cuts that do not
+            meet them, or lack a value, are left out and counted in ``num_left_out``. The columns need not be among
+            ``fields``.
         shuffle: False keeps the order of the dataset. True gives an order that depends only on ``seed`` and the number
             of the epoch: shards are permuted, and the cuts of every ``mix_shards`` consecutive shards are mixed.
             "global" mixes all cuts, with every order equally likely. Each cut is then read separately, through the
@@ -91,7 +96,8 @@ def open_shar(
         ``SharReader`` with ``state_dict()`` and ``load_state_dict()``; see its documentation.
 
     Raises:
-        ConfigError: the dataset does not exist or lacks a field or the codec, or an option is invalid.
+        ConfigError: the dataset does not exist or lacks a field, a column of ``where`` or the codec; or an option is
+            invalid.
         DamagedShard: while iterating, if a file is damaged and not skipped.
         OSError: a server cannot be reached; may also be raised while iterating.
 
@@ -124,5 +130,5 @@ def open_shar(
     )
     directory = open_directory(dataset, cache_dir, cache_gib)
     folder = directory if sidecars is None else Path(sidecars)
-    source = open_shard_source(directory, fields, codec, folder if shuffle == "global" else None)
+    source = open_shard_source(directory, fields, codec, folder if shuffle == "global" else None, where)
     return CutSet(SharReader(source, options))

@@ -23,6 +23,9 @@ CONTEXT_UNALIGNED: Final = "context_audio_unaligned"
 # The place of a cut in the order of all epochs, which the reader stores in the cut.
 POSITION: Final = "shar_position"
 
+# The length of a cut in seconds, which conditions can compare as they compare columns.
+DURATION: Final = "duration"
+
 # The fields of a dataset with contexts; see ``base_fields``.
 BASE_FIELDS: Final = (CUTS, TARGET_AUDIO, CONTEXT_AUDIO)
 # The files of the index and lhotse's index pack (see ``sidecars``), whose names no field may use.

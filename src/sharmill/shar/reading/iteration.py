@@ -43,7 +43,8 @@ class SharReader:
     consumed once it is passed to ``mark_consumed``.
 
     Attributes:
-        num_left_out: the number of cuts that this process left out because a field being read has no codes for them.
+        num_left_out: the number of cuts that this process left out, because a field being read has no codes for them or
+            because they do not meet ``where``.
 
     Example:
         >>> cuts = open_shar("data/librispeech", shuffle=True, infinite=True)  # doctest: +SKIP
@@ -56,10 +57,10 @@ class SharReader:
     """
 
     def __init__(self, source: ShardSource, options: ReadOptions) -> None:
-        if source.needed and options.tail != "keep":
+        if source.omits and options.tail != "keep":
             raise ConfigError(
-                f"tail={options.tail!r} counts cuts before they are read, but cuts without {source.needed[0]} are "
-                "left out: use tail='keep' (with infinite=True if all ranks need equally many), or omit that field",
+                f"tail={options.tail!r} counts cuts before they are read, but cuts that {source.omits} are left out: "
+                "use tail='keep' (with infinite=True if all ranks need equally many), or omit that field or condition",
                 code="bad_config_value",
             )
         self._epochs = EpochReader(source, options)
@@ -254,8 +255,8 @@ class SharReader:
                 yield cut
             progress.take(END)
             if self.num_left_out > before:
-                log.warning("epoch %d: %d cuts were left out because they have no %s", progress.epoch,
-                            self.num_left_out - before, " or no ".join(self._epochs.source.needed))  # fmt: skip
+                log.warning("epoch %d: %d cuts were left out because they %s", progress.epoch,
+                            self.num_left_out - before, self._epochs.source.omits)  # fmt: skip
             if not self._options.infinite:
                 # The next iteration reads the next epoch. Until it begins, the state describes the end of this one.
                 self._go_to(progress.epoch + 1, progress)

@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import msgspec
@@ -10,6 +10,7 @@ from lhotse import MonoCut, Recording
 from lhotse.array import TemporalArray
 from lhotse.cut import Cut
 
+from sharmill.comparisons import Comparison
 from sharmill.errors import DamagedShard, RejectRecord
 from sharmill.files.location import local
 from sharmill.files.stored import NOT_JSON
@@ -18,6 +19,7 @@ from sharmill.shar.fields import (
     CONTEXT_CODES,
     CONTEXT_UNALIGNED,
     CUTS,
+    DURATION,
     POSITION,
     RECORDING,
     TARGET_AUDIO,
@@ -39,15 +41,27 @@ class OpenShard:
         files: the files to open.
         foreign: True if another tool wrote the dataset, so that time lines may have to be corrected.
         needed: the fields without which a cut is left out.
+        conditions: conditions without which a cut is left out.
+        unattached: the fields that only conditions need.
 
     Raises:
         DamagedShard: on construction, if a file is damaged.
     """
 
-    def __init__(self, files: ShardFiles, *, foreign: bool, needed: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        files: ShardFiles,
+        *,
+        foreign: bool,
+        needed: Sequence[str] = (),
+        conditions: Sequence[Comparison] = (),
+        unattached: Collection[str] = (),
+    ) -> None:
         self.index = files.index
         self._foreign = foreign
         self._needed = needed
+        self._conditions = conditions
+        self._unattached = unattached
         try:
             # Copies of remote files are not evicted while the shard is open.
             self._held = [local(location) for location in files.locations]
@@ -69,7 +83,7 @@ class OpenShard:
     def read(self, number: int, position: tuple[int, ...]) -> Cut | None:
         """Read a cut, with its items of the fields as attributes; placeholders are not attached.
 
-        Return None for a cut that has a placeholder in a needed field.
+        Return None for a cut that has a placeholder in a needed field, or does not meet the conditions.
 
         Args:
             number: the index of the cut in the shard.
@@ -83,11 +97,15 @@ class OpenShard:
             cut_id = cut.id
         except (*NOT_JSON, *MALFORMED) as error:
             raise self.damage(f"cut {number} is not a readable cut: {error!r}") from error
+        # Check these first, so that no item of such a cut is read.
+        if any(one.fault(self._compared(one.key, number, cut)) for one in self._conditions):
+            return None
         items = {
             name: _read_item(table, number, cut_id)
             if isinstance(table, ItemTable)
             else _read_value(table, name, number, cut_id)
             for name, table in self._tables.items()
+            if name not in self._unattached
         }
         if any(items[name] is None for name in self._needed):
             return None
@@ -101,6 +119,15 @@ class OpenShard:
         else:
             raise self.damage(f"{cut_id!r} is not a MonoCut")
         return cut
+
+    def _compared(self, name: str, number: int, cut: Cut) -> Any:
+        """Return the value of a cut that a condition compares."""
+        if name == DURATION:
+            return cut.duration
+        table = self._tables[name]
+        if isinstance(table, ItemTable):
+            raise table.damage(f"where compares {name}, which holds no values")
+        return _read_value(table, name, number, cut.id)
 
     def _attach(self, cut: MonoCut, items: dict[str, Any], position: tuple[int, ...]) -> None:
         if cut.custom is None:

@@ -9,10 +9,12 @@ from typing import Annotated, Any, Final, Literal, Protocol
 import msgspec
 import numpy as np
 
+from sharmill.comparisons import Comparison, parse_where
 from sharmill.errors import ConfigError, DamagedShard
 from sharmill.files.checksums import checksum_bytes
 from sharmill.files.location import Location, RemoteLocation
-from sharmill.shar.fields import CUTS, DATASET_FILE, SHARDS_FILE, Field, codec_of_field, sidecar_files
+from sharmill.registry import nearest
+from sharmill.shar.fields import CUTS, DATASET_FILE, DURATION, SHARDS_FILE, Field, codec_of_field, sidecar_files
 from sharmill.shar.index import FieldFile, ShardRecord, decode_shards, is_indexed, read_dataset, read_shards
 from sharmill.shar.json_lines import read_json_lines
 from sharmill.shar.reading.shard_files import ShardFiles
@@ -35,14 +37,14 @@ class ShardSource(ABC):
     Attributes:
         num_shards: the number of shards.
         sequential: True if the cuts of a shard can only be read in their stored order.
-        needed: the fields without which a cut is left out.
+        omits: describes the cuts that are left out, such as ``have no target_codes``; empty if none are.
         is_remote: True if the files of shards are copied from a server before they are read.
     """
 
     num_shards: int
     sequential = False
     is_remote = False
-    needed: Sequence[str] = ()
+    omits: str = ""
 
     @property
     def shard_size(self) -> int:
@@ -74,13 +76,18 @@ class ShardSource(ABC):
 
 
 def open_shard_source(
-    directory: Location, fields: Sequence[str] | None, codec: str | None, sidecars: Location | None = None
+    directory: Location,
+    fields: Sequence[str] | None,
+    codec: str | None,
+    sidecars: Location | None = None,
+    where: str = "",
 ) -> "CutSource":
     """Open the shards of a folder; ``sidecars`` is the folder of its index files, for random access.
 
     Raises:
-        ConfigError: there are no shards, a field or the codec is missing, or the index files are missing.
+        ConfigError: there are no shards, or a field, a column of ``where``, the codec or an index file is missing.
     """
+    conditions = parse_where(where) if where else []
     if isinstance(directory, RemoteLocation):
         if sidecars is not None:
             raise ConfigError(
@@ -88,17 +95,17 @@ def open_shard_source(
                 "shuffle=True, or copy the dataset to a disk",
                 code="bad_config_value",
             )
-        return IndexedShardSource(directory, fields, codec)
+        return IndexedShardSource(directory, fields, codec, conditions)
     has_cuts = (directory / CUTS).is_dir() or any(directory.glob(f"{CUTS}.*"))
     if is_indexed(directory) or not has_cuts:
-        return IndexedShardSource(directory, fields, codec, sidecars)
+        return IndexedShardSource(directory, fields, codec, conditions, sidecars)
     if sidecars is not None:
         raise ConfigError(
             f"{directory} has no index, so its cuts cannot be read separately: create the index with sharmill index, "
             "then run sharmill sidecars",
             code="no_dataset",
         )
-    return _ForeignShardSource(directory, fields, codec)
+    return _ForeignShardSource(directory, fields, codec, conditions)
 
 
 class CutSource(ShardSource):
@@ -108,6 +115,7 @@ class CutSource(ShardSource):
         stored: the fields of the folder by name; None for a field of which only the name is known.
         fields: the wanted fields.
         codec: the codec to read codes of.
+        conditions: the conditions that a cut must meet.
         foreign: True if another tool wrote the shards.
     """
 
@@ -117,18 +125,23 @@ class CutSource(ShardSource):
         stored: Mapping[str, Field | None],
         fields: Sequence[str] | None,
         codec: str | None,
+        conditions: Sequence[Comparison],
         *,
         foreign: bool,
     ) -> None:
         self._directory = directory
         self._fields = _choose(directory, stored, fields, codec)
         self._foreign = foreign
-        self.needed = [
+        self._needed = [
             attribute
             for attribute, name in self._fields.items()
             if codec_of_field(name) and (known := stored[name]) is not None and known.optional
         ]
-
+        self._conditions = conditions
+        self._columns = _find_columns(directory, stored, conditions)
+        reasons = [f"have no {attribute}" for attribute in self._needed]
+        reasons += [f"do not meet {' and '.join(map(str, conditions))}"] if conditions else []
+        self.omits = " or ".join(reasons)
         self.is_remote = isinstance(directory, RemoteLocation)
 
     @abstractmethod
@@ -142,7 +155,10 @@ class CutSource(ShardSource):
         # Import here, because estimating buckets and writing sidecars do not need lhotse.
         from sharmill.shar.reading.open_shard import OpenShard
 
-        return OpenShard(self.files(shard), foreign=self._foreign, needed=self.needed)
+        return OpenShard(
+            self.files(shard), foreign=self._foreign, needed=self._needed, conditions=self._conditions,
+            unattached=self._columns.keys() - self._fields.keys(),
+        )  # fmt: skip
 
 
 class _Line(msgspec.Struct):
@@ -163,12 +179,19 @@ class IndexedShardSource(CutSource):
     """
 
     def __init__(
-        self, directory: Location, fields: Sequence[str] | None, codec: str | None, sidecars: Location | None = None
+        self,
+        directory: Location,
+        fields: Sequence[str] | None,
+        codec: str | None,
+        conditions: Sequence[Comparison],
+        sidecars: Location | None = None,
     ) -> None:
         self._dataset = read_dataset(directory)
         self.num_shards = self._dataset.num_shards
         self._stored = {name: self._dataset.fields_by_name.get(name) for name in self._dataset.fields}
-        super().__init__(directory, self._stored, fields, codec, foreign=self._dataset.contract == "foreign")
+        super().__init__(
+            directory, self._stored, fields, codec, conditions, foreign=self._dataset.contract == "foreign"
+        )
         if CUTS not in self._stored:
             raise self._damage(f"belongs to a {DATASET_FILE} without the field {CUTS}")
         self._sidecars = sidecars
@@ -216,7 +239,7 @@ class IndexedShardSource(CutSource):
         return int(self._counts.sum())
 
     def files(self, shard: int) -> ShardFiles:
-        fields = (*self._fields.items(), (CUTS, CUTS))
+        fields = ((self._columns | self._fields) | {CUTS: CUTS}).items()
         if self.is_remote:
             paths = {attribute: self._recorded(name, shard).below(self._directory) for attribute, name in fields}
             return ShardFiles(shard, paths.pop(CUTS), paths, self.count(shard))
@@ -248,9 +271,12 @@ class IndexedShardSource(CutSource):
 class _ForeignShardSource(CutSource):
     """A folder without an index, listed once. Cuts are counted by reading them, but only when the number is needed."""
 
-    def __init__(self, directory: Path, fields: Sequence[str] | None, codec: str | None) -> None:
+    def __init__(
+        self, directory: Path, fields: Sequence[str] | None, codec: str | None, conditions: Sequence[Comparison]
+    ) -> None:
         self._shards = find_foreign_shards(directory)
-        super().__init__(directory, dict.fromkeys(self._shards[0].files), fields, codec, foreign=True)
+        stored = dict.fromkeys(self._shards[0].files)
+        super().__init__(directory, stored, fields, codec, conditions, foreign=True)
         self._counts: dict[int, int] = {}
         # The lines of the shard that was counted most recently, which is usually opened next.
         self._counted: dict[int, list[bytes]] = {}
@@ -268,9 +294,31 @@ class _ForeignShardSource(CutSource):
 
     def files(self, shard: int) -> ShardFiles:
         found = self._shards[shard]
-        chosen = {attribute: self._directory / found.files[field] for attribute, field in self._fields.items()}
+        chosen = {
+            attribute: self._directory / found.files[field]
+            for attribute, field in (self._columns | self._fields).items()
+        }
         cuts, lines = self._directory / found.files[CUTS], self._counted.get(shard)
         return ShardFiles(found.index, cuts, chosen, self._counts.get(shard), lines=lines)
+
+
+def _find_columns(
+    directory: Location, stored: Mapping[str, Field | None], conditions: Sequence[Comparison]
+) -> dict[str, str]:
+    """Return, for each column that conditions compare, the stored field with its values.
+
+    Raises:
+        ConfigError: the dataset has no such column.
+    """
+    columns = {known.attribute if known else name: name for name, known in stored.items()
+               if name != CUTS and (known is None or known.kind == "value")}  # fmt: skip
+    names = dict.fromkeys(one.key for one in conditions if one.key != DURATION)
+    if unknown := [name for name in names if name not in columns]:
+        raise ConfigError(
+            f"where: {directory} has no column {unknown[0]!r}{nearest(unknown[0], [*columns, DURATION])}",
+            code="unknown_field",
+        )
+    return {name: columns[name] for name in names}
 
 
 def _choose(

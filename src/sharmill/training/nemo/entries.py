@@ -66,8 +66,8 @@ _converter = partial(EntryType, needs=("input_cfg",), takes=_CONVERTER_KEYS)
 TYPES: Final[dict[str, EntryType]] = {
     "sharmill": EntryType(
         needs=("dataset",), holds="cuts", is_stream=True,
-        takes=("fields", "codec", "decode_threads", "sidecars", "on_damage", "max_damaged", "speaker_tags", "seed",
-               "cache_dir", "cache_gib", "rank", "world_size", "whole_part"),
+        takes=("fields", "codec", "where", "decode_threads", "sidecars", "on_damage", "max_damaged", "speaker_tags",
+               "seed", "cache_dir", "cache_gib", "rank", "world_size", "whole_part"),
     ),
     DIVIDED: EntryType(is_stream=True),
     "group": EntryType(needs=("input_cfg",), holds="cuts"),

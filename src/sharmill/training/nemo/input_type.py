@@ -100,7 +100,11 @@ def read_sharmill(entry: DictConfig) -> tuple[CutSet, bool]:
         codec=options.get("codec"),
         decode_threads=options.get("decode_threads", 0),
         sidecars=options.get("sidecars"),
-        **{key: options[key] for key in ("on_damage", "max_damaged", "cache_dir", "cache_gib") if key in options},
+        **{
+            key: options[key]
+            for key in ("where", "on_damage", "max_damaged", "cache_dir", "cache_gib")
+            if key in options
+        },
     )
     source = PartitionedCuts(open_reader, options)
     return CutSet(source).map(partial(_as_nemo_expects, speaker_tags=options.get("speaker_tags", "kept"))), True

@@ -14,7 +14,7 @@ from unittest import mock
 import numpy as np
 import pytest
 from support import damage as do
-from support.fields import SCORE, add_fields, require_fields
+from support.fields import SCORE, add_fields, require_fields, score_of
 from support.project import (
     TINY_ENCODER,
     Project,
@@ -402,6 +402,22 @@ def test_speakers_with_contexts_of_each_other_stay_together(tmp_path):
     project.write([1, 2, 3, 0], match={"min_duration": 0.0})
     with raises(ConfigError, "too_few_speakers", "1 groups of its 4 speakers"):
         split_dataset(project.dataset, tmp_path / "out", {"valid": 0.1}, workers=1)
+
+
+def test_splits_have_the_cuts_that_meet_a_condition(speech, tmp_path, call):
+    scored = add_fields(copy(speech, tmp_path / "scored"))
+    wanted = {id for id in ids_of(scored) if (score_of(id) or 0.0) > 0.1}
+    assert 3 < len(wanted) < 12
+    status, out, err = call(
+        "split", scored, tmp_path / "out", "--by-speaker", "--valid", "30%", "--where", "score > 0.1"
+    )
+    assert status == 0, err
+    assert f"{len(wanted)} cuts, each in exactly one split; {12 - len(wanted)} cuts do not meet score > 0.1" in out
+    train, valid = (set(ids_of(tmp_path / "out" / name)) for name in ("train", "valid"))
+    assert (train | valid, train & valid) == (wanted, set())
+    assert not speakers_of(tmp_path / "out/train") & speakers_of(tmp_path / "out/valid")
+    with raises(ConfigError, "unknown_field", "did you mean 'score'"):
+        split_dataset(scored, tmp_path / "other", {"valid": 0.3}, where="scor > 1", workers=1)
 
 
 UNKNOWN = "| Language:en Dataset:s Speaker:unknown |"

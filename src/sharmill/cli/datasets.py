@@ -118,12 +118,13 @@ def merge(datasets: tuple[str, ...], copy: bool, name: str | None) -> None:
 @click.option("--test", metavar="SHARE", help="Share of the audio for test.")
 @click.option("--seed", default=42, show_default=True, help="Random seed for the choice of speakers.")
 @click.option("--shard-size", type=click.IntRange(1), help="Cuts per shard (default: as in DATASET).")
+@click.option("--where", default="", metavar="CONDITIONS", help="Keep only cuts that meet these, as in 'score > 3'.")
 @click.option("--restart", is_flag=True, help="Discard the output of an interrupted split instead of resuming.")
 @workers_option
 @json_option
 def split(
     dataset: str, out: str, by_speaker: bool, valid: str | None, test: str | None, seed: int, shard_size: int | None,
-    restart: bool, workers: int | Literal["auto"],
+    where: str, restart: bool, workers: int | Literal["auto"],
 ) -> None:  # fmt: skip
     """Split a dataset by speaker.
 
@@ -133,8 +134,9 @@ def split(
     refuse((not shares, "no share is given: use --valid or --test, as in --valid 1%"), code="bad_usage")
     with ProgressListener() as listener:
         splits = split_dataset(
-            dataset, out, shares, seed=seed, shard_size=shard_size, workers=workers, listener=listener, restart=restart
-        )
+            dataset, out, shares, seed=seed, shard_size=shard_size, where=where, workers=workers, listener=listener,
+            restart=restart,
+        )  # fmt: skip
     total = sum(part.record.target_seconds for part in splits)
     rows = []
     for part in splits:
@@ -142,7 +144,9 @@ def split(
         hours, share = f"{record.target_seconds / 3600:.3f}", f"{record.target_seconds / total:.2%}"
         rows.append((part.name, str(part.num_speakers), str(record.num_cuts), hours, share, str(record.num_shards)))
     print_table(None, ("split", "speakers", "cuts", "hours", "share", "shards"), rows, left=("split",))
-    echo(f"{sum(part.record.num_cuts for part in splits)} cuts, each in exactly one split")
+    num_cuts = sum(part.record.num_cuts for part in splits)
+    left_out = f"; {read_dataset(Path(dataset)).num_cuts - num_cuts} cuts do not meet {where}" if where else ""
+    echo(f"{num_cuts} cuts, each in exactly one split{left_out}")
     print_json(splits)
 
 

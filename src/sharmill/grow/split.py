@@ -10,6 +10,7 @@ context in one split is never a target in another.
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import compress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -35,6 +36,7 @@ from sharmill.shar.fields import CUTS, DATASET_FILE, SHARDS_FILE
 from sharmill.shar.index import DatasetRecord, ShardRecord, read_dataset, write_dataset, write_shards
 from sharmill.shar.items import FieldWriter, ItemTable, open_items
 from sharmill.shar.json_lines import decode_line, read_cut_ids, read_json_lines, write_cut_lines
+from sharmill.shar.reading.shard_source import open_shard_source
 from sharmill.sources.lhotse_lines import Cut
 from sharmill.sources.speakers import is_missing
 from sharmill.stages.fields import shard_record
@@ -59,8 +61,8 @@ class SpeakerTable:
     seconds: np.ndarray
 
     @classmethod
-    def read(cls, part: SourceDataset) -> "SpeakerTable":
-        """Read the cuts of a dataset.
+    def read(cls, part: SourceDataset, is_kept: np.ndarray | None = None) -> "SpeakerTable":
+        """Read the cuts of a dataset: all of them, or those that a mask (cuts,) keeps.
 
         Raises:
             ConfigError: a cut has no speaker.
@@ -69,13 +71,15 @@ class SpeakerTable:
         numbers: dict[str, int] = {}
         kinds = [("speaker", "i8"), ("seconds", "f8"), ("own", "u8"), ("other", "u8")]
         parts = [np.zeros(0, kinds)]
+        count = 0
         for shard in part.shards:
             path = part.directory / shard.fields[CUTS].file
             lines = read_json_lines(path)
             if len(lines) != shard.count:
                 raise DamagedShard(f"{path}: {len(lines)} cuts instead of {shard.count}")
             rows = []
-            for line in lines:
+            first, count = count, count + len(lines)
+            for line in lines if is_kept is None else compress(lines, is_kept[first:count]):
                 cut = decode_line(path, line, _decoder)
                 supervision = cut.supervisions[0] if cut.supervisions else None
                 speaker = supervision.speaker if supervision else None
@@ -182,7 +186,7 @@ class Split:
 
 def split_dataset(
     dataset: str | Path, out: str | Path, shares: Mapping[str, float], *, seed: int = 42, shard_size: int | None = None,
-    workers: int | Literal["auto"] = "auto", listener: Listener | None = None, restart: bool = False,
+    where: str = "", workers: int | Literal["auto"] = "auto", listener: Listener | None = None, restart: bool = False,
 ) -> list[Split]:  # fmt: skip
     """Divide a dataset into ``out/train``, ``out/valid`` and so on, such that no two have a speaker in common.
 
@@ -190,6 +194,7 @@ def split_dataset(
         shares: the names of the splits besides ``train``, each with its share of all seconds.
         seed: seed for the choice of speakers; the same seed gives the same bytes.
         shard_size: the number of cuts per shard; by default as in the dataset.
+        where: conditions that cuts must meet, as in ``open_shar``; other cuts are in no split.
         restart: discard what an interrupted split has left, instead of resuming it.
 
     Raises:
@@ -209,7 +214,7 @@ def split_dataset(
         ),
         code="bad_usage",
     )
-    stage = SplitStage(Path(dataset), Path(out).absolute(), dict(shares), seed=seed, shard_size=shard_size)
+    stage = SplitStage(Path(dataset), Path(out).absolute(), dict(shares), seed=seed, shard_size=shard_size, where=where)
     run_dir = RunDir(stage.out.with_name(f".{stage.out.name}.split"))
     with run_alone(stage, run_dir, workers=workers, listener=listener, restart=restart) as (run, _):
         speakers = load_record(run.plan_folder / "speakers.json", dict[str, int])
@@ -222,7 +227,7 @@ class SplitStage(Stage):
     kind = "split"
 
     def __init__(
-        self, dataset: Path, out: Path, shares: dict[str, float], *, seed: int, shard_size: int | None
+        self, dataset: Path, out: Path, shares: dict[str, float], *, seed: int, shard_size: int | None, where: str
     ) -> None:
         self.out = out
         self.part = SourceDataset.read(dataset)
@@ -230,6 +235,9 @@ class SplitStage(Stage):
             raise ConfigError(f"{out} is inside the dataset: choose another folder", code="bad_usage")
         self.shares = shares
         self.seed = seed
+        self.where = where
+        # Refuse conditions that cannot be used before any work.
+        self._cuts = open_shard_source(dataset, [], None, where=where) if where else None
         self.shard_size = shard_size or max((shard.count for shard in self.part.shards), default=1)
 
     def publication(self, run: StageRun) -> "SplitPublication":
@@ -241,19 +249,21 @@ class SplitStage(Stage):
             "input": checksum_bytes(msgspec.json.encode([self.part.record, self.part.shards])),
             "shares": self.shares,
             "seed": self.seed,
+            **({"where": self.where} if self.where else {}),
             "shard_size": self.shard_size,
             "versions": versions(),
         }
 
     def plan(self, run: StageRun) -> Iterator[Unit]:
-        table = SpeakerTable.read(self.part)
+        is_kept = self._find_kept()
+        table, kept = SpeakerTable.read(self.part, is_kept), np.flatnonzero(is_kept)
         splits = table.assign(self.shares, self.seed)
         write_new(run.plan_folder / "speakers.json", msgspec.json.encode(
             {name: len(np.unique(table.speaker_of[cuts])) for name, cuts in splits.items()}
         ))  # fmt: skip
         index = 0
         for name, cuts in splits.items():
-            save_array(run.plan_folder / f"{name}.npy", cuts)
+            save_array(run.plan_folder / f"{name}.npy", kept[cuts])
             for shard, start in enumerate(range(0, len(cuts), self.shard_size)):
                 chosen = cuts[start : start + self.shard_size]
                 yield make_unit(
@@ -261,6 +271,16 @@ class SplitStage(Stage):
                     params={"split": name, "shard": shard, "start": start, "stop": start + len(chosen)},
                 )  # fmt: skip
                 index += 1
+
+    def _find_kept(self) -> np.ndarray:
+        """Return a mask (cuts,) of the cuts that meet the conditions, in the order of the dataset."""
+        counts = [shard.count for shard in self.part.shards]
+        if self._cuts is None:
+            return np.ones(sum(counts), bool)
+        shards = (self._cuts.open(number, 0) for number in range(len(counts)))
+        meets = (shard.read(item, ()) is not None
+                 for shard, count in zip(shards, counts, strict=True) for item in range(count))  # fmt: skip
+        return np.fromiter(meets, bool)
 
     def open(self, run: StageRun, device: str) -> Processor:
         return SplitProcessor(self.part, run.plan_folder)

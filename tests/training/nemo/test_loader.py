@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from nemo.collections.common.data.lhotse import get_lhotse_dataloader_from_config
+from support.fields import add_fields, score_of
 from support.project import Project, ToyCodec, copy, raises, voice
 from support.stores import AIStoreStandIn
 from support.training import AsIs, Ids, Letters, flat, number, take
@@ -212,6 +213,19 @@ def test_damaged_cuts_are_left_out_on_request(corpora, tmp_path):
     assert len(found) == 8 - lost > 0
     with raises(DamagedShard, "damaged_shard", "max_damaged=0"):
         take(get_dataloader(cfg | {"input_cfg": [entry | {"max_damaged": 0}]}, 0, 1, dataset=AsIs()))
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_only_cuts_that_meet_a_condition_are_read(corpora, tmp_path, ranks):
+    dataset = add_fields(copy(corpora.large, tmp_path / "scored"))
+    wanted = sorted(cut.id for cut in open_shar(dataset) if (score_of(cut.id) or 0.0) > 0.4)
+    assert len(wanted) > 5
+    entry = corpora.entry("large", dataset=str(dataset), where="score > 0.4")
+    cfg = {"input_cfg": [entry], "batch_size": 3, "force_finite": True}
+    found = [id for rank in range(ranks) for id in flat(take(get_dataloader(cfg, rank, ranks, dataset=Ids())))]
+    assert sorted(found) == wanted
+    with raises(ConfigError, "unknown_field", "did you mean 'score'"):
+        get_dataloader({"input_cfg": [entry | {"where": "scores > 0"}], "batch_size": 3}, 0, 1, dataset=Ids())
 
 
 @pytest.fixture

@@ -183,7 +183,7 @@ class IndexedShardSource(CutSource):
         directory: Location,
         fields: Sequence[str] | None,
         codec: str | None,
-        conditions: Sequence[Comparison],
+        conditions: Sequence[Comparison] = (),
         sidecars: Location | None = None,
     ) -> None:
         self._dataset = read_dataset(directory)

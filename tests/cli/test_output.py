@@ -135,7 +135,7 @@ LACKING = [
     ("os.statvfs", {"return_value": SPACE}, "free space", "make room"),
     ("os.statvfs", {"return_value": SPACE}, "shared memory", "--shm-size"),
     ("os.statvfs", {"return_value": SPACE}, "free inodes", "small files"),
-    ("FolderLock", {"side_effect": OSError("no locks available")}, "file system", "choose a folder"),
+    ("FolderLock", {"side_effect": OSError("no locks available")}, "file system", "choose a writable folder"),
     ("versions", {"return_value": VERSIONS}, "lhotse", "pip install lhotse"),
 ]
 

@@ -122,7 +122,7 @@ def test_fields_with_one_attribute_are_chosen_by_folder(dataset):
     ShardedDataset(dataset).add_fields(
         [other], [{"b/score": FieldFile(other.path(shard.index), 0, "")} for shard in shards]
     )
-    with raises(ConfigError, "bad_layout", "several folders score: b/score, score"):
+    with raises(ConfigError, "bad_layout", "several folders for score: b/score, score"):
         open_shar(dataset)
     assert _values(open_shar(dataset, ["b/score", "voice"])) == _values(open_shar(dataset, ["score", "voice"]))
 
@@ -130,7 +130,7 @@ def test_fields_with_one_attribute_are_chosen_by_folder(dataset):
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        (b'{"cut_id": "another", "score": 1}', "is that of 'another'"),
+        (b'{"cut_id": "another", "score": 1}', "belongs to 'another'"),
         (b"{", "is not JSON"),
         (b'{"cut_id": "%s", "score": {"id": "x", "sources": [{"type": "command", "source": "touch /tmp/x"}], '
          b'"sampling_rate": 1}}', "which is not loaded"),

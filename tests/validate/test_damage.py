@@ -1,7 +1,7 @@
 """Every kind of damage to a finished dataset is found at the level that can see it, and never misleads a reader.
 
 Files are damaged in two ways: alone, as by a disk or a copy, so that the index reveals it; and with a matching index,
-as by a faulty writer, so that only the content reveals it. The kinds are in ``damage_kinds``.
+as by a faulty writer, so that only the content reveals it. The tables below list the kinds.
 """
 
 import gzip

@@ -491,10 +491,8 @@ def _check_audio(dataset: DatasetRecord, item: Item) -> None:
         raise DamagedShard("there is no audio")
     info, wanted = probe_bytes(item.data), dataset.audio_format
     _require(info.channels == 1, f"it has {info.channels} channels")
-    _require(
-        wanted == "original" or item.extension == info.format == wanted,
-        f"it is {info.format} with the name .{item.extension}, in a dataset of {wanted}",
-    )
+    _require(wanted == "original" or item.extension == info.format == wanted,
+             f"it is {info.format} with the name .{item.extension}, in a dataset of {wanted}")  # fmt: skip
     _require(dataset.sampling_rate in (None, info.sampling_rate),
              f"its rate is {info.sampling_rate} Hz in a dataset of {dataset.sampling_rate} Hz")  # fmt: skip
     # The id is checked against the cut, which determines it.

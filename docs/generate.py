@@ -55,8 +55,8 @@ STAGE = "Stage {}: see below."
 # Types of a stage's section, by its presence.
 FORMS = {"always": "mapping", "unless_null": "mapping or `null`", "if_given": "mapping, list or `null`"}
 PROFILE = """\
-`sharmill submit --profile FILE` reads a cluster profile, which describes the resources of ranks on a cluster. Start
-from `configs/clusters/example.yaml`, and see [Clusters](clusters.md).
+`sharmill submit --profile FILE` reads a cluster profile, which describes the resources of ranks. Start from
+`configs/clusters/example.yaml`, and see [Clusters](clusters.md).
 """
 TRAINING = """\
 `jobs/train.py` and `jobs/launch_training.py` read this configuration. See `configs/training/example.yaml` and

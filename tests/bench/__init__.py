@@ -1,6 +1,6 @@
-"""Benchmarks: ``python tests/bench`` runs the rows of the group reach, ``python tests/bench ROW...`` some of them.
+"""Benchmarks: ``python tests/bench`` runs the rows of the group reach, ``python tests/bench ROW...`` single rows.
 
-A module has the rows of one area; importing it registers them in ``rows.ROWS``.
+Each module contains the rows of one area; importing it registers them in ``rows.ROWS``.
 """
 
 from bench import encode, feed, match, planning, read, write  # noqa: F401 - their rows

@@ -1,7 +1,7 @@
-"""Run benchmarks: ``python tests/bench [ROW...]``, by default the rows of the group ``reach``; ``--list`` names all.
+"""Run benchmarks: ``python tests/bench [ROW...]``, by default the rows of the group ``reach``; ``--list`` lists all.
 
-Each row runs in a process of its own, on one thread of each library unless the row says otherwise. Each figure is the
-median of the rounds; behind a ratio stand the lowest and the highest of them.
+Each row runs in a separate process, on one thread of each library unless the row states otherwise. Each figure is the
+median of the rounds, and ratios also show the lowest and highest round.
 """
 
 import argparse
@@ -23,7 +23,7 @@ LIBRARIES = ("sharmill", "lhotse", "soundfile", "av", "torch", "torchaudio", "ne
 
 
 def machine() -> dict[str, Any]:
-    """Return the processor, its cores and the versions of what is measured."""
+    """Return the processor, its cores, and the versions of the measured packages."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     model = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown")
     found = {one.name.replace("-", "_"): one.version for one in metadata.distributions()}
@@ -35,7 +35,7 @@ def machine() -> dict[str, Any]:
 
 
 def measure_apart(row: Row, options: argparse.Namespace) -> dict[str, Any]:
-    """Measure a row in a process of its own."""
+    """Measure a row in a separate process."""
     command = [sys.executable, __file__, row.name, "--here"]
     command += ["--repeats", str(options.repeats), "--seconds", str(options.seconds)]
     environment = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **os.environ}
@@ -50,14 +50,14 @@ def measure_apart(row: Row, options: argparse.Namespace) -> dict[str, Any]:
 
 def parse_options(parser: argparse.ArgumentParser) -> argparse.Namespace:
     groups = sorted({row.group for row in ALL_ROWS.values()})
-    parser.add_argument("rows", nargs="*", metavar="ROW", help="a row, or the beginning of its name")
-    parser.add_argument("--group", choices=[*groups, "all"], help="the rows of a group (default reach)")
-    parser.add_argument("--list", action="store_true", help="name the rows")
-    parser.add_argument("--repeats", type=int, default=5, help="rounds after the one that warms up (default 5)")
-    parser.add_argument("--seconds", type=float, default=20.0, help="no round is begun later, but one (default 20)")
-    parser.add_argument("--records", type=int, help="records of the rows of the group scale (default 1,000,000)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures there")
-    parser.add_argument("--tiny", action="store_true", help="data of a test, whose figures mean nothing")
+    parser.add_argument("rows", nargs="*", metavar="ROW", help="a row, or the start of its name")
+    parser.add_argument("--group", choices=[*groups, "all"], help="run the rows of a group (default reach)")
+    parser.add_argument("--list", action="store_true", help="list the rows")
+    parser.add_argument("--repeats", type=int, default=5, help="rounds after the warm-up round (default 5)")
+    parser.add_argument("--seconds", type=float, default=20.0, help="time limit for new rounds (default 20)")
+    parser.add_argument("--records", type=int, help="number of records in the group scale (default 1,000,000)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures to this file")
+    parser.add_argument("--tiny", action="store_true", help="use tiny data, for tests only")
     parser.add_argument("--here", action="store_true", help="measure one row in this process, and print its JSON")
     return parser.parse_args()
 
@@ -76,7 +76,7 @@ def main() -> int:
     wanted = [row for row in ALL_ROWS.values() if group in (row.group, "all")]
     wanted = [row for row in wanted if not options.rows or row.name.startswith(tuple(options.rows))]
     if not wanted:
-        parser.error(f"there is no such row; there are {', '.join(ALL_ROWS)}")
+        parser.error(f"there is no such row; use one of {', '.join(ALL_ROWS)}")
     if options.list:
         print("\n".join(f"{row.group:8} {row.name}: {row.what}" for row in wanted))
         return 0

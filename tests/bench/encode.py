@@ -1,4 +1,4 @@
-"""Rows of the stages survey, encode and assemble, beside their model alone and the published way."""
+"""Rows of the stages survey, encode and assemble, compared with the model alone and with the published script."""
 
 import shutil
 from dataclasses import dataclass
@@ -15,13 +15,13 @@ from bench.speech import in_batches, load, model_seconds, write_corpus
 from sharmill.models import Codec, load_codec, make_deterministic
 
 RATE = 22050
-# Of 8, 10 and 30 padded seconds the fastest on one thread of a CPU.
+# The fastest of 8, 10 and 30 padded seconds on one CPU thread.
 BEST_BATCH_SECONDS = 8
 
 
 @dataclass
 class _Written:
-    """A dataset without codes, each utterance the context of another shard's, and its codec, loaded."""
+    """Dataset without codes, whose contexts come from other shards, and its loaded codec."""
 
     project: Project
     config: Any
@@ -50,13 +50,13 @@ class _Written:
         return self.project.dataset, self.project.run_dir
 
     def restore(self) -> None:
-        """Take the dataset back to what it was before its codes."""
+        """Restore the dataset without codes."""
         for path in self.folders:
             shutil.rmtree(path)
             shutil.copytree(path.with_suffix(".written"), path)
 
     def encode(self) -> dict[str, float]:
-        """Bring the codes into the dataset, by the stages, in this process."""
+        """Add the codes to the dataset by running the stages in this process."""
         self.project.encode(self.config, codec=self.codec)  # type: ignore[arg-type]
         encoded, padded = model_seconds(self.project.run_dir, "encode", "encoded")
         return {"passes per segment": encoded / self.seconds, "padding": 1 - encoded / padded}
@@ -66,13 +66,13 @@ class _Written:
         return sum(record["duration"] for record in self.project.records)
 
     def load_nemo(self) -> Any:
-        """Load the codec as a script does."""
+        """Load the codec as a plain script does."""
         from nemo.collections.tts.models import AudioCodecModel
 
         return AudioCodecModel.restore_from(str(self.checkpoint), map_location="cpu").eval()
 
     def load(self) -> list[np.ndarray]:
-        """Decode the audio of all records, as a script does."""
+        """Decode the audio of all records as a plain script does."""
         paths = (self.project.root / record["audio_filepath"] for record in self.project.records)
         return [load(path, RATE) for path in paths]
 
@@ -82,7 +82,7 @@ class _Written:
 
 
 def save_codec(path: Path, *, base_channels: int) -> Path:
-    """An AudioCodecModel in the shape of NeMo's at 22.05 kHz and 21.5 frames a second, with fewer channels."""
+    """Save an AudioCodecModel shaped like NeMo's for 22.05 kHz and 21.5 frames per second, with fewer channels."""
     config = nemo_codec_config()
     encoder = {"down_sample_rates": [2, 2, 4, 8, 8], "base_channels": base_channels, "encoded_dim": 32}
     quantizer = {"num_groups": 8, "num_levels_per_group": [8, 7, 6, 6]}
@@ -98,7 +98,7 @@ def save_codec(path: Path, *, base_channels: int) -> Path:
     targets={"ratio": "<= 1.10", "passes per segment": "<= 1.02", "padding": "<= 0.03"},
 )  # fmt: skip
 def encode_beside_model(folder: Path, tiny: bool) -> Case:
-    """Survey, encode and assemble in shuffle order with a NeMo codec whose encoder has 1.7 M parameters, one rank."""
+    """Survey, encode and assemble in shuffle order, with one rank and a NeMo codec with 1.7 M encoder parameters."""
     written = _Written.make(folder, tiny)
     model = written.load_nemo()
     return written.case(

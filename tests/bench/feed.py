@@ -1,7 +1,7 @@
-"""Rows of what feeds a device: how busy one is kept that takes no processor time, and what a second of audio costs.
+"""Rows of the feeders of a device: how busy they keep a simulated device, and what a second of audio costs.
 
-The device is simulated: a model that sleeps, for a share of the time in which all cores could decode the same audio in
-a plain loop. A thread that waits for a GPU holds no lock and takes no processor time either.
+The simulated device is a model that sleeps for a share of the time in which all cores could decode the same audio in a
+plain loop. A thread that waits for a GPU also holds no lock and takes no processor time.
 """
 
 import math
@@ -38,17 +38,17 @@ from sharmill.shar.index import CodecRecord
 from sharmill.shar.places import make_place
 
 SOURCE_RATE = 22050
-# Of a batch of match, as by default.
+# The default length of a batch of match.
 MATCH_SECONDS = 60.0
 UNITS = 4
 
 
-# Does the work, and may return the processor time of its feeders.
+# A function that does the work, and may return the processor time of its feeders.
 Work = Callable[[], float | None]
 
 
 def decode_plainly(paths: Sequence[Path]) -> None:
-    """Decode and resample files as a script does."""
+    """Decode and resample files as a plain script does."""
     for path in paths:
         samples, rate = sf.read(path, dtype="float32", always_2d=True)
         samples = samples[:, 0]
@@ -61,22 +61,22 @@ def cores() -> int:
 
 
 class PlainLoops:
-    """The plain loop in one process per core."""
+    """Plain loops, one process per core."""
 
     def __init__(self, paths: Sequence[Path]) -> None:
         self._pool = ProcessPoolExecutor(cores(), multiprocessing.get_context("spawn"))
         self._parts = [list(paths[number :: cores()]) for number in range(cores())]
-        self.seconds()  # the processes import what they need
+        self.seconds()  # lets the processes import their modules
 
     def seconds(self) -> float:
-        """Return how long the processes take for all files."""
+        """Return the seconds that the processes take for all files."""
         started = time.monotonic()
         list(self._pool.map(decode_plainly, self._parts))
         return time.monotonic() - started
 
 
 class PacedEncoder:
-    """A simulated speaker encoder that takes a time for each second of audio, and no processor time."""
+    """Simulated speaker encoder that takes time in proportion to the audio, but no processor time."""
 
     sampling_rate = RATE
     dim = 2
@@ -85,7 +85,7 @@ class PacedEncoder:
         self.pace = 1.0
         self.slept = 0.0
         self.began = 0.0
-        # Made once: what a device gives costs the processor nothing.
+        # Created once, because results of a device cost the processor nothing.
         self._given = torch.ones(1)
 
     def embed(self, audio: torch.Tensor, num_samples: torch.Tensor) -> torch.Tensor:
@@ -97,7 +97,7 @@ class PacedEncoder:
 
 
 class PacedCodec(PacedEncoder):
-    """A simulated codec, as ``PacedEncoder``."""
+    """Simulated codec, like ``PacedEncoder``."""
 
     samples_per_frame = 1280
     num_codebooks = 2
@@ -114,7 +114,7 @@ class PacedCodec(PacedEncoder):
 
 
 class Corpus:
-    """Some minutes of recordings, the plain loops over them, and a device that is to be kept busy."""
+    """Some minutes of recordings, plain loops over them, and a device to keep busy."""
 
     def __init__(self, folder: Path, tiny: bool, rate: int) -> None:
         self.records = write_corpus(folder, 8 if tiny else 200, rate=rate)
@@ -123,7 +123,7 @@ class Corpus:
         self._plain = PlainLoops(self.paths)
 
     def case(self, device: PacedEncoder, share: float, ways: Sequence[tuple[Feeders[Any, Any], Work]]) -> Case:
-        """The case of two ways, which have the device work for ``share`` of the speed of the plain loops."""
+        """Return the case of two ways, with a device at ``share`` of the speed of the plain loops."""
 
         def pace() -> None:
             device.pace = share * self.seconds / self._plain.seconds()
@@ -153,7 +153,7 @@ def own_seconds() -> float:
 
 
 def fed_match(folder: Path, tiny: bool, share: float) -> Case:
-    """The embedder alone, unit after unit."""
+    """Run the embedder alone, unit after unit."""
     corpus, device = Corpus(folder, tiny, SOURCE_RATE), PacedEncoder()
     reader, segments = segments_of(folder, corpus.records)
     embedders = [Embedder(device, reader, MATCH_SECONDS, number) for number in (cores(), 0)]
@@ -188,7 +188,7 @@ def segments_of(folder: Path, records: Sequence[dict[str, Any]]) -> tuple[Segmen
 
 
 def fed_encode(folder: Path, tiny: bool, share: float) -> Case:
-    """The encoding of one unit, with batches as on a GPU."""
+    """Encode one unit, with batches as on a GPU."""
     corpus, device = Corpus(folder, tiny, RATE), PacedCodec()
     stored, places, offset = folder / "stored.tar", [], 0
     with stored.open("wb") as stream:
@@ -239,7 +239,7 @@ UNFED = "the same without feeders"
 
 @row("feed match", baseline=UNFED, targets={"busy": ">= 0.9", "ms of the rank": "<= 0.04"})
 def feed_match(folder: Path, tiny: bool) -> Case:
-    """The embedder with a feeder per core, and a simulated device with 0.6 of the speed of plain loops on all cores."""
+    """The embedder with a feeder per core, and a simulated device at 0.6 of the speed of plain loops on all cores."""
     return fed_match(folder, tiny, 0.6)
 
 
@@ -250,7 +250,7 @@ def feed_encode(folder: Path, tiny: bool) -> Case:
 
 
 def add_row(name: str, fed: Callable[[Path, bool, float], Case], share: float) -> None:
-    """Add a row like one of the above, with a device of another speed."""
+    """Add a row like the previous ones, with another speed of the device."""
 
     def make(folder: Path, tiny: bool) -> Case:
         return fed(folder, tiny, share)
@@ -265,7 +265,7 @@ for share in (0.5, 0.8):
 
 
 def decoding(folder: Path, tiny: bool, **options: Any) -> Case:
-    """What a rank without feeders does for a speaker encoder that takes no time."""
+    """A rank without feeders, for a speaker encoder that takes no time."""
     records = write_corpus(folder, 8 if tiny else 150, **options)
     reader, segments = segments_of(folder, records)
     device = PacedEncoder()
@@ -290,17 +290,17 @@ def decode_flac(folder: Path, tiny: bool) -> Case:
 
 @row("decode 16 kHz", baseline=PLAIN, inverse=True, group="further")
 def decode_flac_16(folder: Path, tiny: bool) -> Case:
-    """The same of 16 kHz FLAC, which is not resampled."""
+    """The same for 16 kHz FLAC, which is not resampled."""
     return decoding(folder, tiny, rate=RATE)
 
 
 @row("decode WAV", baseline=PLAIN, inverse=True, group="further")
 def decode_wav(folder: Path, tiny: bool) -> Case:
-    """The same of 44.1 kHz stereo WAV."""
+    """The same for 44.1 kHz stereo WAV."""
     return decoding(folder, tiny, rate=44100, suffix="wav", channels=2)
 
 
 @row("decode MP3", baseline=PLAIN, inverse=True, group="further")
 def decode_mp3(folder: Path, tiny: bool) -> Case:
-    """The same of 44.1 kHz MP3."""
+    """The same for 44.1 kHz MP3."""
     return decoding(folder, tiny, rate=44100, suffix="mp3")

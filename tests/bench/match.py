@@ -1,4 +1,4 @@
-"""Rows of the stage match, beside its model alone and the published way, and of the selection of contexts alone."""
+"""Rows of the stage match, compared with its model alone and the published script, and of context selection."""
 
 import json
 from collections.abc import Callable
@@ -17,7 +17,7 @@ from sharmill.match.select import select_context
 from sharmill.models import SpeakerEncoder, load_speaker_encoder, make_deterministic
 from sharmill.models.batches import pad
 
-# Of 8, 16, 32, 60 and 600 padded seconds the fastest for small encoders on one thread of a CPU.
+# The fastest of 8, 16, 32, 60 and 600 padded seconds for small encoders on one CPU thread.
 BEST_BATCH_SECONDS = 32
 PUBLISHED_BATCH = 16
 RATE = 22050
@@ -27,9 +27,9 @@ Embed = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 def corpus(folder: Path, tiny: bool) -> tuple[Project, SpeakerEncoder, Embed]:
-    """A prepared corpus at 22.05 kHz, a small TitaNet as sharmill runs it, and as NeMo does.
+    """Prepared corpus at 22.05 kHz, with a small TitaNet for sharmill and for NeMo.
 
-    For the tests it is the encoder that needs no NeMo, both times.
+    Tests use an encoder without NeMo for both.
     """
     make_deterministic()
     project = Project(folder)
@@ -51,7 +51,7 @@ def corpus(folder: Path, tiny: bool) -> tuple[Project, SpeakerEncoder, Embed]:
 
 
 def ours(project: Project, encoder: SpeakerEncoder) -> dict[str, float]:
-    """Run the stage with a recipe's batches of 600 s; the model is loaded already."""
+    """Run the stage with a recipe's batches of 600 s and the loaded model."""
     config = project.configure(match={"min_similarity": -1.0, "batch_seconds": 600})
     with mock.patch("sharmill.match.stage.load_speaker_encoder", return_value=encoder):
         assert run(stage_of(config, "match"), restart=True).ok
@@ -64,7 +64,7 @@ def ours(project: Project, encoder: SpeakerEncoder) -> dict[str, float]:
     targets={"ratio": "<= 1.15", "system share": "<= 0.05", "padding": "<= 0.04"},
 )  # fmt: skip
 def match_beside_model(folder: Path, tiny: bool) -> Case:
-    """The stage match with a TitaNet of 1.9 M parameters, 22.05 kHz FLAC, one rank."""
+    """The stage match with a TitaNet of 1.9 M parameters, 22.05 kHz FLAC and one rank."""
     project, encoder, embed = corpus(folder, tiny)
     return beside_batches(project, encoder, embed)
 
@@ -134,7 +134,7 @@ MATMUL = "`matmul` of the same candidates in float64"
 
 
 def large_group(num_rows: int) -> dict[str, Any]:
-    """A large group: 40 voices, recordings of 100 segments that overlap a little, some repeated texts."""
+    """Return a large group: 40 voices, recordings of 100 slightly overlapping segments, some repeated texts."""
     rng = np.random.default_rng(7)
     voices = rng.normal(size=(40, DIM))[rng.integers(40, size=num_rows)]
     durations = rng.uniform(1.0, 15.0, num_rows).round(2)
@@ -148,7 +148,7 @@ def large_group(num_rows: int) -> dict[str, Any]:
 
 
 def selection(num_rows: int) -> Case:
-    """The best context of each utterance of one group; a small group starts the libraries' threads before."""
+    """Select the best context of each utterance of one group, after a small group has started the threads."""
     select_context(**large_group(500), **LIMITS)
     data = large_group(num_rows)
     units = data["embeddings"].astype(np.float64)

@@ -1,6 +1,6 @@
-"""Rows of what passes before any work is done: starts of commands and ranks, and plans for millions of records.
+"""Rows of the time before any work: startup of commands and ranks, and plans for millions of records.
 
-Of plans: time, and peak memory above what the process had before.
+Rows of plans measure time, and the peak memory added to the process.
 """
 
 import os
@@ -40,7 +40,7 @@ HASHES_AT_ONCE = 100_000
 
 
 def write_manifest(path: Path, num_records: int) -> None:
-    """Short records with the keys that planning reads, each speaker's scattered over the file."""
+    """Yield short records with the keys that planning reads, with the speakers scattered over the file."""
     num_speakers = max(1, num_records // RECORDS_PER_SPEAKER)
     with path.open("w") as stream:
         for number in range(num_records):
@@ -53,7 +53,7 @@ def write_manifest(path: Path, num_records: int) -> None:
 
 
 def leave_manifests(path: Path, num_records: int) -> None:
-    """Leave a manifest for the plans of match and write, with the columns that ranks write beside it."""
+    """Write a manifest for the plans of match and write, with the columns that ranks write beside it."""
     numbers, rows = np.arange(num_records), np.zeros(num_records, LINE)
     with path.open("rb") as stream:
         rows["length"] = np.fromiter(map(len, stream), np.uint32)
@@ -73,12 +73,12 @@ def leave_manifests(path: Path, num_records: int) -> None:
 
 
 def plan_prepare(path: Path) -> int:
-    """Check a manifest as it comes, and divide it into units."""
+    """Check an input manifest, and divide it into units."""
     return _plan(path, "prepare")
 
 
 def write_hashes(path: Path, num_records: int) -> None:
-    """Write the hashes that prepare has of as many records; one in a hundred is the segment of the one before it."""
+    """Write the hashes that prepare stores for records, of which one in a hundred repeats the previous segment."""
     rng = np.random.default_rng(1)
     with path.open("wb") as stream:
         for begin in range(0, num_records, HASHES_AT_ONCE):
@@ -90,7 +90,7 @@ def write_hashes(path: Path, num_records: int) -> None:
 
 
 def find_duplicates(path: Path) -> int:
-    """Find duplicates and ambiguous ids among the hashes of all records, as the end of prepare does."""
+    """Find duplicates and ambiguous ids among the hashes of all records, as at the end of prepare."""
     return int(Ids.from_hashes(np.fromfile(path, HASH_FIELDS)).duplicates.sum())
 
 
@@ -100,7 +100,7 @@ def plan_match(path: Path) -> int:
 
 
 def plan_write(path: Path) -> int:
-    """Check a matched manifest, and put its records into the order shuffle."""
+    """Check a matched manifest, and shuffle its records."""
     return _plan(path, "write")
 
 
@@ -128,7 +128,7 @@ def _count_units(stage: StageRun, path: Path) -> int:
 
 
 def write_tables(folder: Path, num_records: int) -> None:
-    """Write what the survey of a dataset in shuffle order has for each shard of 1,000: contexts are other targets."""
+    """Write a survey of a shuffled dataset in shards of 1,000, whose contexts are other targets."""
     folder.mkdir()
     rng = np.random.default_rng(1)
     for shard, start in enumerate(range(0, num_records, 1000)):
@@ -155,7 +155,7 @@ def merge_survey(path: Path) -> int:
 
 
 def plan_encode(path: Path) -> int:
-    """Divide the unique segments into blocks of equal seconds."""
+    """Divide the unique segments into blocks of equal duration."""
     _, stage, _ = make_stages(_config(path), ["encode"])
     return _count_units(stage, path)
 
@@ -208,7 +208,7 @@ def help_page(folder: Path, tiny: bool) -> Case:
 
 
 class _Starts(Listener):
-    """The seconds from the start of a stage to each rank's being ready for its first unit."""
+    """Return the seconds from the start of a stage until each rank is ready for its first unit."""
 
     def __init__(self) -> None:
         self.ready: list[float] = []
@@ -226,7 +226,7 @@ class _Starts(Listener):
     targets={"seconds of the first rank": "<= 8", "seconds of the further rank": "<= 3"},
 )
 def rank(folder: Path, tiny: bool) -> Case:
-    """Ranks of match with a NeMo encoder to their first unit, all on one core: one alone, and two."""
+    """Startup of match ranks with a NeMo encoder until their first unit, on one core: one rank, and two."""
     project = Project(folder)
     for number in range(12):
         project.add(f"{number}.wav", voice(2.0, seed=number), speaker=f"s{number}")
@@ -240,7 +240,7 @@ def rank(folder: Path, tiny: bool) -> Case:
         starts = _Starts()
         executor = LocalExecutor(num_ranks, device="cpu")
         stage = stage_of(config, "match")
-        # A rank with a limit of time is a process of its own, even where it is the only one.
+        # With a time limit, even a single rank is a separate process.
         options = replace(stage.options, unit_time_limit=3600.0, max_reject_fraction=1.0)
         stage = replace(stage, options=options)
         assert run_stage(stage, executor, starts, restart=True).ok

@@ -1,4 +1,4 @@
-"""Rows of the reader: the fields of a dataset as cuts, beside ``CutSet.from_shar`` on the same shards."""
+"""Rows of the reader: the fields of a dataset as cuts, compared with ``CutSet.from_shar`` on the same shards."""
 
 import atexit
 import os
@@ -34,9 +34,9 @@ Use = Callable[[Any], object]
 
 
 def make_shards(directory: Path, num_shards: int, shard_size: int) -> int:
-    """Write shards in the layout of a dataset, without index; both readers get them. Returns the number of cuts.
+    """Write shards without an index for both readers, and return the number of cuts.
 
-    Audio is of 3 to 9 s as FLAC, codes are of 8 codebooks.
+    Audio is FLAC of 3 to 9 s; codes have 8 codebooks.
     """
     rng = np.random.default_rng(0)
     durations = np.linspace(3, 9, 16)
@@ -84,7 +84,7 @@ def _item(name: str, cut_id: str, data: bytes, num_samples: int, rng: np.random.
 
 
 def case(folder: Path, fields: tuple[str, ...], use: Use | None, shards: tuple[int, int], **options: Any) -> Case:
-    """All cuts of so many shards of so many cuts, each used once."""
+    """Return the case of reading all cuts once, from so many shards of so many cuts."""
     num_cuts = make_shards(folder, *shards)
     files = {name: sorted(map(str, (folder / path).iterdir())) for name, path in FOLDERS.items()}
 
@@ -109,13 +109,13 @@ def load_audio(cut: Any) -> None:
 
 @row("read codes", baseline=FROM_SHAR, targets={"ratio": ">= 6"})
 def codes(folder: Path, tiny: bool) -> Case:
-    """Codes as arrays that are not loaded, 4 shards of 1,000 cuts."""
+    """Codes as arrays that are not loaded, in 4 shards of 1,000 cuts."""
     return case(folder, CODES, None, (2, 8) if tiny else (4, 1000))
 
 
 @row("read codes, shards of 16", baseline=FROM_SHAR, targets={"ratio": ">= 5"})
 def small_shards(folder: Path, tiny: bool) -> Case:
-    """Codes as arrays that are not loaded, 200 shards of 16 cuts."""
+    """Codes as arrays that are not loaded, in 200 shards of 16 cuts."""
     return case(folder, CODES, None, (2, 8) if tiny else (200, 16))
 
 
@@ -127,13 +127,13 @@ def audio(folder: Path, tiny: bool) -> Case:
 
 @row("read audio, decoded, 2 threads", baseline=FROM_SHAR, targets={"ratio": ">= 2.3"})
 def decoded_audio(folder: Path, tiny: bool) -> Case:
-    """Audio, decoded by two threads."""
+    """Audio decoded by two threads."""
     return case(folder, AUDIO, load_audio, (2, 8) if tiny else (4, 100), decode_threads=2)
 
 
 @row("read first cut of 10,000 shards", targets={"wall": "<= 0.1"})
 def first_cut(folder: Path, tiny: bool) -> Case:
-    """The time to the first cut, shuffled; of two cuts in each shard."""
+    """The time to the first cut in shuffled order, with two cuts per shard."""
     dataset = make_bare_dataset(folder, [2] * (10 if tiny else 10_000))
     return Case(amount=1, unit="starts", by="wall", ours=lambda: next(iter(open_shar(dataset, shuffle=True))) and None)
 
@@ -150,7 +150,7 @@ with S3Store() as store:
 
 
 def serve(folder: Path, tiny: bool) -> tuple[Callable[[], None], Callable[[], None], Callable[[], None]]:
-    """Put a dataset into S3, and return readings of it by us, by us from the disk, and by lhotse."""
+    """Put a dataset into S3, and return its readings by sharmill from S3 and from disk, and by lhotse."""
     num_cuts = make_shards(folder / "data", *((2, 8) if tiny else (16, 250)))
     shutil.rmtree(folder / "data/codes_x")
     deque(rebuild_index(folder / "data"), maxlen=0)
@@ -180,7 +180,7 @@ def serve(folder: Path, tiny: bool) -> tuple[Callable[[], None], Callable[[], No
 
 @row("read audio from S3", baseline="lhotse's `from_shar` of `s3://`", group="further")
 def from_store(folder: Path, tiny: bool) -> Case:
-    """Audio as recordings that are not decoded, 16 shards of 250 cuts of moto's server here, the cache empty."""
+    """Audio as recordings that are not decoded, in 16 shards of 250 cuts on a local moto server, with a cold cache."""
     ours, _, theirs = serve(folder, tiny)
     num_cuts, empty = 16 if tiny else 4000, folder / "cache"
     return Case(
@@ -191,14 +191,14 @@ def from_store(folder: Path, tiny: bool) -> Case:
 
 @row("read audio from S3, copied", baseline="the disk", group="further")
 def from_copies(folder: Path, tiny: bool) -> Case:
-    """The same where the cache has all shards already."""
+    """The same with all shards in the cache."""
     ours, disk, _ = serve(folder, tiny)
     return Case(amount=16 if tiny else 4000, unit="cuts", by="wall", ours=ours, baseline=disk)
 
 
 @row("read audio from S3, not copied", baseline="the disk", group="further")
 def from_empty(folder: Path, tiny: bool) -> Case:
-    """The same where the cache is empty."""
+    """The same with an empty cache."""
     ours, disk, _ = serve(folder, tiny)
     return Case(
         amount=16 if tiny else 4000, unit="cuts", by="wall", ours=ours, baseline=disk,

@@ -1,8 +1,8 @@
-"""The frame of the benchmarks: a row does one work in two ways, in turn, and measures both; a table shows the outcome.
+"""Framework of the benchmarks: a row alternates two ways of the same work, and a table shows the results.
 
-What is measured of each run: wall time, and the processor time (user and system) of this process and its children.
-Since other work on the machine distorts times, a ratio is that of the two runs of one round, and the figure of a row
-the median over its rounds.
+Each run measures wall time, and the processor time (user and system) of this process and its children. Since other
+work on the machine distorts times, a ratio compares the two runs of one round, and the figure of a row is the median
+over its rounds.
 """
 
 import operator
@@ -22,25 +22,25 @@ _COMPARE: dict[str, Callable[[float, float], bool]] = {"<=": operator.le, ">=": 
 
 
 def records(default: int = 1_000_000) -> int:
-    """Return of how many records the rows of the group ``scale`` are: ``--records``."""
+    """Return the number of records in the rows of the group ``scale`` (``--records``)."""
     return int(os.environ.get("BENCH_RECORDS", default))
 
 
 def with_peak(work: Callable[[], object]) -> dict[str, float]:
-    """Do some work, and return the peak of this process above what it had before."""
+    """Do some work, and return the peak memory that it adds to this process."""
     return {"MiB above": measure_peak(work, "cpu") / 2**20}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """The two ways of a row, over data that is made.
+    """The two ways of a row, with their data.
 
     Args:
-        amount: of the work that one run does, in ``unit``.
+        amount: the amount of work of one run, in ``unit``.
         ours: does the work once; may return further figures.
-        baseline: does the same as a user of the libraries would; None where there is nothing to compare with.
-        by: the time that the ratio is of.
-        before: called before each run, with the time not counted.
+        baseline: does the same work with the libraries alone; None without a comparison.
+        by: the time that the ratio compares.
+        before: called before each run, outside the measured time.
     """
 
     amount: float
@@ -57,13 +57,13 @@ class Row:
 
     Args:
         what: the work, in a sentence.
-        make: makes the data of a case below a folder; tiny ones for the tests.
-        group: ``reach``, which runs by default, or one that has to be asked for. Rows of ``scale``, which take minutes,
-            run once, without another run that warms up.
-        baseline: the name of what it is compared with.
-        targets: such as ``<= 1.15``, by figure: of ``ratio``, of ``wall``, of the ``system share`` of the processor
-            time, or of a further one that its way returns.
-        inverse: the ratio is ours over the baseline, as of a share or an overhead, and not the times as fast.
+        make: makes the data of a case in a folder, tiny data for tests.
+        group: ``reach`` runs by default, other groups on request. Rows of ``scale`` take minutes, so they run once,
+            without a warm-up.
+        baseline: the name of the baseline.
+        targets: limits such as ``<= 1.15`` by figure: ``ratio``, ``wall``, ``system share`` of the processor time, or a
+            figure that the way returns.
+        inverse: the ratio is our time divided by the baseline's, as for an overhead, rather than the speedup.
     """
 
     name: str
@@ -86,7 +86,7 @@ def row(
     inverse: bool = False,
     group: str = "reach",
 ) -> Callable[[Callable[[Path, bool], Case]], Callable[[Path, bool], Case]]:
-    """Make a row of a function that makes its case, and whose docstring says what is done."""
+    """Register a row for a function that makes its case, and whose docstring describes the work."""
 
     def register(make: Callable[[Path, bool], Case]) -> Callable[[Path, bool], Case]:
         what = " ".join((make.__doc__ or "").split()).removesuffix(".")
@@ -101,7 +101,7 @@ def row(
 
 @dataclass
 class Times:
-    """The runs of one way: seconds and further figures of each."""
+    """Seconds and further figures of the runs of one way."""
 
     wall: list[float] = field(default_factory=list)
     user: list[float] = field(default_factory=list)
@@ -128,7 +128,7 @@ class Times:
 
 
 def _usage() -> tuple[float, float]:
-    """User and system seconds of this process and of its children that have ended."""
+    """Return the user and system seconds of this process and of its ended children."""
     both = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     return sum(one.ru_utime for one in both), sum(one.ru_stime for one in both)
 
@@ -136,10 +136,10 @@ def _usage() -> tuple[float, float]:
 def measure(
     row: Row, folder: Path, *, repeats: int = 5, warm_up: int = 1, seconds: float = 30.0, tiny: bool = False
 ) -> dict[str, Any]:
-    """Make the data of a row in ``folder``, run both ways in turn, and return the figures.
+    """Make the data of a row in ``folder``, alternate both ways, and return the figures.
 
     Args:
-        repeats: rounds after those that warm up, at most: none but the first is begun after ``seconds``.
+        repeats: largest number of rounds after the warm-up; only the first may start after ``seconds``.
     """
     case = row.make(folder, tiny)
     ways = {"ours": case.ours} | ({"baseline": case.baseline} if case.baseline else {})
@@ -168,7 +168,7 @@ def measure(
 
 
 def judge(targets: Mapping[str, str], found: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return for each figure with a target its value, the target, and whether it is met."""
+    """Return value, target and success for each figure with a target."""
     ours = found["ours"]
     figures = {"wall": ours["wall"], "system share": ours["system"] / max(1e-9, ours["processor"]), **ours["figures"]}
     if "ratio" in found:
@@ -182,13 +182,13 @@ def judge(targets: Mapping[str, str], found: Mapping[str, Any]) -> dict[str, dic
 
 
 HEADER = (
-    "| row | beside | ratio (lowest to highest) | sharmill | beside it | target |\n"
+    "| row | compared with | ratio (lowest to highest) | sharmill | baseline | target |\n"
     "|---|---|---|---|---|---|"
 )  # fmt: skip
 
 
 def table_line(row: Row, found: dict[str, Any]) -> str:
-    """Return the row's line of the table."""
+    """Return the line of a row in the table."""
     what = f"**{row.name}**: {row.what}"
     if "error" in found:
         return f"| {what} | {found['error']} | | | | |"

@@ -1,4 +1,4 @@
-"""Seeded audio of the benchmarks, and what a stage did with it."""
+"""Seeded audio for the benchmarks, and figures from a stage's ledger."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -17,7 +17,7 @@ RATE = 16000
 
 
 def clip(rng: np.random.Generator, seconds: float, rate: int = RATE) -> np.ndarray:
-    """Noise with the loudness and the spectrum of speech, so that FLAC takes as long as on speech: (samples,)."""
+    """Return noise (samples,) with the loudness and spectrum of speech, for which FLAC takes as long as for speech."""
     noise = np.convolve(rng.normal(size=round(seconds * rate)), np.hanning(24) / 12, "same")
     syllables = np.abs(np.sin(np.arange(len(noise)) * 2 * np.pi * 3 / rate))
     return (0.1 * noise * syllables).astype(np.float32)
@@ -26,7 +26,7 @@ def clip(rng: np.random.Generator, seconds: float, rate: int = RATE) -> np.ndarr
 def write_corpus(
     folder: Path, count: int, *, rate: int = RATE, suffix: str = "flac", speakers: int = 8, channels: int = 1
 ) -> list[dict[str, Any]]:
-    """Write ``count`` recordings of 2 to 10 s below ``folder/audio``, and their manifest; returns its records."""
+    """Write ``count`` recordings of 2 to 10 s below ``folder/audio`` and their manifest, and return its records."""
     rng = np.random.default_rng(1)
     records = []
     (folder / "audio").mkdir(parents=True)
@@ -44,21 +44,21 @@ def write_corpus(
 
 
 def model_seconds(run_dir: Path, stage: str, done: str) -> tuple[float, float]:
-    """Return the seconds of audio that went through a model by the ledger of its stage, without padding and with it."""
+    """Return the seconds of audio, without and with padding, that a model processed according to its stage's ledger."""
     commits = [json.loads(line) for path in run_dir.glob(f"{stage}/**/ledger/*.jsonl") for line in path.open()]
     bare, padded = (sum(commit["stats"][f"{kind}_seconds"] for commit in commits) for kind in (done, "padded"))
     return bare, padded
 
 
 def load(path: Path, rate: int) -> np.ndarray:
-    """Decode and resample a file as a script does: (samples,)."""
+    """Decode and resample a file to (samples,) as a plain script does."""
     return librosa.load(path, sr=rate)[0]
 
 
 def in_batches(
     model: Callable[..., Any], audio: Sequence[np.ndarray], num_samples: int, *, pinned: bool = False
 ) -> Callable[[], None]:
-    """Return a function that runs a model alone, on batches of so many padded samples, made before."""
+    """Return a function that runs a model alone, on prepared batches of so many padded samples."""
     batches = padded_batches([len(samples) for samples in audio], num_samples)
     padded = [pad([audio[index] for index in batch], pinned=pinned) for batch in batches]
 

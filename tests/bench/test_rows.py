@@ -1,11 +1,11 @@
-"""Every row of the benchmarks runs, at a size at which its figures mean nothing; the frame of rows."""
+"""The benchmarks: every row runs on tiny data, and the framework measures and judges correctly."""
 
 import pytest
 
 from bench import ALL_ROWS
 from bench.rows import Case, Row, measure, table_line
 
-# They import NeMo or resemblyzer, or start processes.
+# These rows import NeMo or resemblyzer, or start processes.
 SLOW = {"encode model", "encode codec", "encode published", "match model", "match published", "start rank"}
 
 

@@ -1,4 +1,4 @@
-"""Rows of the stage write: a matched manifest to shards, beside ``CutSet.to_shar`` with the same fields."""
+"""Rows of the stage write: a matched manifest to shards, compared with ``CutSet.to_shar`` for the same fields."""
 
 import shutil
 from pathlib import Path
@@ -16,9 +16,9 @@ TO_SHAR = "lhotse's `to_shar`"
 
 
 def case(folder: Path, tiny: bool, *, suffix: str, near: bool = False) -> Case:
-    """A corpus of whole files in shards of 100, each utterance with any other as its context, or with a near one.
+    """Return the case of a corpus in shards of 100, with contexts from any shard, or from the same one if ``near``.
 
-    A near one lies in the same shard, as in the orders ``speaker`` and ``manifest``.
+    Contexts are in the same shard in the orders ``speaker`` and ``manifest``.
     """
     project = Project(folder)
     project.records = write_corpus(folder, 8 if tiny else 400, suffix=suffix)
@@ -49,12 +49,12 @@ def case(folder: Path, tiny: bool, *, suffix: str, near: bool = False) -> Case:
 
 
 def cut_of(utterance: Utterance, root: Path) -> MonoCut:
-    """Return a cut with target and context attached, as a user's loop makes it."""
+    """Return a cut with target and context attached, as in a plain loop."""
     assert utterance.context is not None
     target, context = (
         Recording.from_file(root / segment.audio_filepath) for segment in (utterance.segment, utterance.context.segment)
     )
-    # Without the mark lhotse takes the context for as long as the target.
+    # lhotse would otherwise treat the context as equally long as the target.
     custom = {**utterance.public_record(), "context_audio_unaligned": True}
     custom |= {"target_audio": target, "context_audio": context}
     supervision = SupervisionSegment(
@@ -69,17 +69,17 @@ def cut_of(utterance: Utterance, root: Path) -> MonoCut:
 
 @row("write copy", baseline=TO_SHAR, targets={"ratio": ">= 8"})
 def copy(folder: Path, tiny: bool) -> Case:
-    """FLAC of the wanted rate, whose bytes can be taken as they are."""
+    """FLAC of the wanted rate, whose bytes are copied."""
     return case(folder, tiny, suffix="flac")
 
 
 @row("write transcode", baseline=TO_SHAR, targets={"ratio": ">= 2"})
 def transcode(folder: Path, tiny: bool) -> Case:
-    """WAV, encoded as FLAC."""
+    """WAV encoded as FLAC."""
     return case(folder, tiny, suffix="wav")
 
 
 @row("write transcode, contexts in their shard", baseline=TO_SHAR, targets={"ratio": ">= 2"})
 def transcode_near(folder: Path, tiny: bool) -> Case:
-    """WAV, encoded as FLAC; each segment serves as target and as context of one shard."""
+    """WAV encoded as FLAC; each segment is a target and a context in one shard."""
     return case(folder, tiny, suffix="wav", near=True)

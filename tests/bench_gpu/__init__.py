@@ -1,1 +1,1 @@
-"""Benchmarks on a GPU: ``__main__`` has the command, ``rows`` the rows over the ``models``."""
+"""Benchmarks on a GPU: ``__main__`` has the command, ``rows`` and ``tuning`` have the rows."""

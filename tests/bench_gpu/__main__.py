@@ -1,6 +1,6 @@
-"""Benchmarks on a GPU: ``python tests/bench_gpu [--device cpu]``, as ``make bench-gpu`` runs them.
+"""Benchmarks on a GPU: ``python tests/bench_gpu [--device cpu]``, as in ``make bench-gpu``.
 
-The rows run until a deadline; each line is printed as it is found, and all are kept as JSON.
+The rows run until a deadline. Each line is printed at once, and all lines are written as JSON.
 """
 
 import argparse
@@ -25,12 +25,12 @@ from sharmill.errors import DeviceError
 from sharmill.models import make_deterministic
 from sharmill.models.device import check_device, driver_version
 
-# What a line of a row may take.
+# Least time to start another line of a row.
 _LEAST_SECONDS = 8.0
 
 
 def _run(lines: Iterator[Line], least: float, deadline: float) -> Iterator[Line]:
-    """Yield the lines of a row while there is time for one, or how the row failed."""
+    """Yield the lines of a row while time is left, or the error if the row fails."""
     try:
         while (left := deadline - time.time()) >= least:
             line = next(lines, None)
@@ -39,7 +39,7 @@ def _run(lines: Iterator[Line], least: float, deadline: float) -> Iterator[Line]
             yield line
             least = min(least, _LEAST_SECONDS)
         yield {"left out": f"{left:.0f} s are left, and it needs {least:.0f}"}
-    except Exception as error:  # noqa: BLE001 - the other rows are worth their time
+    except Exception as error:  # noqa: BLE001 - the other rows should still run
         traceback.print_exc()
         yield {"failed": f"{type(error).__name__}: {error}"}
 
@@ -49,7 +49,7 @@ def main() -> int:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--seconds", type=float, default=520.0, help="time for all rows (default %(default)s)")
     parser.add_argument("--json", type=Path, default=Path("bench-gpu.json"), help="all figures (default %(default)s)")
-    parser.add_argument("--rows", nargs="*", default=[""], help="the rows whose names begin so")
+    parser.add_argument("--rows", nargs="*", default=[""], help="run only rows whose names start with these words")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="bench-gpu-") as folder:
         return _measure(parser, options, Path(folder))
@@ -77,7 +77,7 @@ def _measure(parser: argparse.ArgumentParser, options: argparse.Namespace, folde
     rows = [*model_rows(bench), *tuning_rows(bench)]
     for begin in options.rows:
         if not any(name.startswith(begin) for name, *_ in rows):
-            parser.error(f"there is no row {begin!r}: they are {', '.join(name for name, *_ in rows)}")
+            parser.error(f"there is no row {begin!r}; use one of {', '.join(name for name, *_ in rows)}")
     for name, least, make_lines in rows:
         if not name.startswith(tuple(options.rows)):
             continue

@@ -1,16 +1,16 @@
-"""A training step for ``sharmill tune-batch --step``: reconstruction by a NeMo codec, without discriminators."""
+"""Training step for ``sharmill tune-batch --step``: reconstruction by a NeMo codec, without discriminators."""
 
 import os
 
 import torch
 from torch.nn.functional import l1_loss
 
-# The .nemo file of the codec: steps of users are made without arguments.
+# This variable names the .nemo file of the codec, because user steps are created without arguments.
 CODEC_FILE = "BENCH_CODEC"
 
 
 class CodecStep:
-    """Training steps of the codec that ``BENCH_CODEC`` names."""
+    """Training steps of the codec in the variable ``BENCH_CODEC``."""
 
     def __init__(self) -> None:
         from nemo.collections.tts.models import AudioCodecModel
@@ -20,7 +20,7 @@ class CodecStep:
         self._optimizer = torch.optim.AdamW([weight for part in parts for weight in part.parameters()], lr=1e-4)
 
     def __call__(self, batch_size: int, length: float, num_tokens: int | None, device: str) -> None:
-        """Run one step on noise of so many seconds, in whole frames of the codec."""
+        """Run one step on ``length`` seconds of noise, rounded to whole frames of the codec."""
         model, frame = self._model.to(device), self._model.samples_per_frame
         num_samples = max(1, round(length * self._model.sample_rate / frame)) * frame
         audio = torch.randn(batch_size, num_samples, device=device)

@@ -1,6 +1,6 @@
 """Rows for a GPU: speed and memory of models, the model's share of a stage's time, selection, precision.
 
-Each yields lines of figures as it finds them, so that what a deadline cuts off is the rest.
+Each row yields lines of figures as soon as they are measured, so a deadline loses only the rest.
 """
 
 import time
@@ -41,25 +41,25 @@ from sharmill.models.device import with_precision
 from sharmill.models.memory import measure_model, measure_peak
 
 RATE = 22050
-# Of a large dataset.
+# Length of a unit of a large dataset.
 UNIT_SECONDS = 1200.0
-# Of encode, at most: convolutions in fp32 take more than half a GiB per second on some GPUs.
+# Largest batch of encode, because fp32 convolutions take more than half a GiB per second on some GPUs.
 ENCODE_BATCH_SECONDS = 120.0
-# Of a rank.
+# Numbers of feeders of a rank.
 FEEDERS: Final[tuple[int | Literal["auto"], ...]] = (1, 4, 8, "auto")
-# Of the time of a stage that its model should take: the target.
+# Target for the model's share of a stage's time.
 LEAST_SHARE = 0.9
 ENCODER = "speaker encoder in TitaNet-large's sizes"
 CODEC = "codec of NeMo's kind and size"
 Line = dict[str, Any]
-# Its name, the seconds that it needs at least, and what makes its lines.
+# Name of a row, the seconds that it needs at least, and the function that yields its lines.
 Row = tuple[str, float, Callable[[], Iterator[Line]]]
 
 
 def save_models(folder: Path, *, is_small: bool) -> dict[str, str]:
-    """Write models of real size with random weights, or small ones; return their names by what the rows call them.
+    """Write models with random weights, of real or small size, and return their names by their labels in the rows.
 
-    Mimi of real size has the defaults of its configuration, which are those of kyutai/mimi.
+    Mimi of real size has the default configuration, which equals kyutai/mimi.
     """
     filters, last_filters, channels = (64, 128, 2) if is_small else (1024, 3072, 48)
     encoder = save_titanet(folder / "titanet.nemo", filters=filters, last_filters=last_filters)
@@ -70,12 +70,12 @@ def save_models(folder: Path, *, is_small: bool) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Bench:
-    """What the rows work with.
+    """Device, folder and models of the rows.
 
     Attributes:
         device: ``cuda`` or ``cpu``.
-        folder: for their files.
-        models: names for a configuration, by what the rows call them.
+        folder: folder for files of the rows.
+        models: names for a configuration, by their labels in the rows.
     """
 
     device: str
@@ -84,17 +84,17 @@ class Bench:
 
     @property
     def memory(self) -> int:
-        """The bytes of memory of the device."""
+        """Memory of the device in bytes."""
         return 4 << 30 if self.device == "cpu" else torch.cuda.get_device_properties(self.device).total_memory
 
     def load(self, name: str, precision: str = "fp32", device: str | None = None) -> Any:
-        """Load a model on a device, by default the one that is measured."""
+        """Load a model on a device, by default the measured device."""
         load: Any = load_speaker_encoder if name == ENCODER else load_codec
         return load(self.models[name], device or self.device, precision=precision)
 
 
 def speed(bench: Bench, name: str) -> Iterator[Line]:
-    """Yield hours of audio per hour of a model alone in each precision, in batches of several sizes, and its memory."""
+    """Yield speed (hours of audio per hour) and memory of a model alone, by precision and batch size."""
     for precision in ("fp32", "tf32", "bf16"):
         try:
             model = bench.load(name, precision)
@@ -113,7 +113,7 @@ def speed(bench: Bench, name: str) -> Iterator[Line]:
 
 
 def selection(bench: Bench, num_rows: int) -> Iterator[Line]:
-    """Yield the choices on the device beside those on the CPU, its time beside a plain product, and its memory."""
+    """Yield differences of choices between device and CPU, the time compared with a plain product, and the memory."""
     rng = np.random.default_rng(7)
     voices = rng.normal(size=(40, 192))[rng.integers(40, size=num_rows)]
     rows = torch.from_numpy(voices + 0.7 * rng.normal(size=(num_rows, 192)))
@@ -140,7 +140,7 @@ def selection(bench: Bench, num_rows: int) -> Iterator[Line]:
 
 
 def _seconds(bench: Bench, work: Callable[[], object], *, repeats: int = 3) -> float:
-    """Return the least seconds of some runs, after one that warms up."""
+    """Return the least seconds of some runs after a warm-up."""
     found = []
     for _ in range(1 + repeats):
         started = time.perf_counter()
@@ -152,7 +152,7 @@ def _seconds(bench: Bench, work: Callable[[], object], *, repeats: int = 3) -> f
 
 
 class _InThisProcess(LocalExecutor):
-    """One rank on a device in this process, whose time is kept from when its model is loaded."""
+    """Executor with one rank in this process, timed from the moment its model is loaded."""
 
     seconds = 0.0
 
@@ -173,7 +173,7 @@ class _InThisProcess(LocalExecutor):
 
 
 def shares(bench: Bench, count: int, batch_seconds: float) -> Iterator[Line]:
-    """Yield the model's share of the time of match and of encode, by the number of feeders of the one rank."""
+    """Yield the model's share of the time of match and encode, by the number of feeders of the single rank."""
     project = Project(bench.folder / "corpus")
     project.records = write_corpus(project.folder, count, rate=RATE, speakers=max(1, count // 100))
     match = {"encoder": bench.models[ENCODER], "min_similarity": -1.0, "min_duration": 0.0}
@@ -185,7 +185,7 @@ def shares(bench: Bench, count: int, batch_seconds: float) -> Iterator[Line]:
         with mock.patch("sharmill.match.stage.load_speaker_encoder", return_value=encoder):
             for line in _shares(bench, stage_of(config, "match"), encoder.embed, project, 16000, batch_seconds):
                 yield {"stage": "match", "precision": precision} | line
-    # A codec in fp32 takes long.
+    # An fp32 codec is slow, so it gets fewer recordings.
     count = max(16, count // 3)
     project = Project(bench.folder / "fewer")
     project.records = write_corpus(project.folder, count, rate=RATE)
@@ -208,7 +208,7 @@ def shares(bench: Bench, count: int, batch_seconds: float) -> Iterator[Line]:
 def _shares(
     bench: Bench, stage: StageRun, run: Callable[..., Any], project: Project, rate: int, batch_seconds: float
 ) -> Iterator[Line]:
-    """Yield the seconds of a stage from its first unit to its last beside those of its model on the same audio."""
+    """Yield the seconds of a stage from its first to its last unit, and of its model alone on the same audio."""
 
     def load(record: dict[str, Any]) -> np.ndarray:
         return soxr.resample(sf.read(project.root / record["audio_filepath"], dtype="float32")[0], RATE, rate)
@@ -217,7 +217,7 @@ def _shares(
         audio = list(pool.map(load, project.records))
     on_cpu = bench.device == "cpu"
     seconds = min(10.0, batch_seconds) if on_cpu else batch_seconds
-    # The first pass makes what each shape needs once.
+    # The first pass does the work that each shape needs only once.
     alone = _seconds(bench, in_batches(run, audio, round(seconds * rate), pinned=not on_cpu), repeats=1)
     heard = sum(record["duration"] for record in project.records)
     for number in FEEDERS:
@@ -240,7 +240,7 @@ def _shares(
 
 
 def beside_cpu(bench: Bench, name: str) -> Iterator[Line]:
-    """Compare what six voices give on the GPU and on the CPU, which has all its cores for it."""
+    """Compare the results for six voices on the GPU and on all cores of the CPU."""
     torch.set_num_threads(usable_cores())
     found = []
     for device in ("cpu", bench.device):
@@ -258,9 +258,9 @@ def beside_cpu(bench: Bench, name: str) -> Iterator[Line]:
 
 
 def beside_nemo(bench: Bench, count: int, batch_seconds: float) -> Iterator[Line]:
-    """Yield the speed of NeMo's AudioCodecModel.encode, one by one and in batches, and ours in the same batches.
+    """Yield the speed of NeMo's AudioCodecModel.encode, one by one and in batches, and of sharmill in these batches.
 
-    In each precision, which both have by the same means, with the codes that differ.
+    Both use the same precision, and each line also counts the codes that differ.
     """
     from nemo.collections.tts.models import AudioCodecModel
 
@@ -299,7 +299,7 @@ def beside_nemo(bench: Bench, count: int, batch_seconds: float) -> Iterator[Line
 
 
 def model_rows(bench: Bench) -> list[Row]:
-    """Return the rows of models and stages, in the order of what matters most."""
+    """Return the rows of models and stages, the most important first."""
     on_cpu = bench.device == "cpu"
     count, batch_seconds, many = (16, 10.0, 2000) if on_cpu else (2000, 600.0, 100_000)
     models = list(bench.models)

@@ -1,4 +1,4 @@
-"""The benchmarks for a GPU, tried out on the CPU with small models."""
+"""The GPU benchmarks run on the CPU with small models."""
 
 import json
 import subprocess
@@ -10,7 +10,7 @@ from support.project import TESTS
 
 
 def measure(tmp_path, *rows):
-    """Return the lines of the rows whose names begin so, by their names."""
+    """Return the lines of the rows whose names start so, by name."""
     report = tmp_path / "found.json"
     command = [sys.executable, TESTS / "bench_gpu", "--device", "cpu", "--json", report]
     command += ["--seconds", "2000", "--rows", *rows]
@@ -26,13 +26,13 @@ def test_stages_are_measured_beside_their_models(tmp_path):
     found = [(line["stage"], line["precision"], line["feeders"]) for line in lines]
     assert found == [*product(("match", "encode"), ("fp32", "bf16"), (1, 4, 8, "auto"))]
     assert all(line["hours per hour"] > 0 and line["ms of the rank per second"] > 0 for line in lines)
-    # On a CPU the rank decodes by default.
+    # On a CPU, the rank itself decodes by default.
     assert all((line["ms of feeders per second"] > 0) == (line["feeders"] != "auto") for line in lines)
 
 
 @pytest.mark.slow
 def test_ours_is_measured_beside_nemos_encode(tmp_path):
-    """In each precision of a CPU, with the same codes in fp32."""
+    """Both run in each precision of a CPU, with the same codes in fp32."""
     (lines,) = measure(tmp_path, "encode").values()
     assert [(line["precision"], "left out" in line) for line in lines] == [
         ("fp32", False), ("tf32", True), ("bf16", False)

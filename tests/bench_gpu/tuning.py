@@ -1,4 +1,4 @@
-"""Rows for ``sharmill tune-batch`` on a GPU: NeMo's SALM by its own step, and a codec by a step of the user's."""
+"""Rows for ``sharmill tune-batch`` on a GPU: NeMo's SALM with its own step, and a codec with a user step."""
 
 import gc
 import os
@@ -17,7 +17,7 @@ from support.models import model_settings, save_models
 from bench_gpu.codec_step import CODEC_FILE, CodecStep
 from bench_gpu.rows import CODEC, Bench, Line, Row
 
-# Of the GPU: enough for batches of a usual size, and soon filled.
+# Memory limit that allows batches of usual size, and is filled quickly.
 GPU_MEMORY = "40GiB"
 CPU_MEMORY = "4GiB"
 # A language model of 0.3 billion parameters, and the encoder of FastConformer-large.
@@ -26,18 +26,18 @@ LLM = {
     "num_key_value_heads": 4,
 }  # fmt: skip
 ENCODER = {"n_layers": 17, "d_model": 512, "n_heads": 8, "ff_expansion_factor": 4, "conv_kernel_size": 9}
-# For one search: what it needs at least, and what it may take.
+# Least and largest time of one search.
 SECONDS, MOST_SECONDS = 60.0, 80.0
 TESTS = Path(__file__).parents[1]
 
 
 def tune_salm(bench: Bench) -> Iterator[Line]:
-    """Yield the largest batches of a SALM, in bf16, of speech of up to 5, 10 and 20 seconds."""
+    """Yield the largest batches of a SALM in bf16, for speech of up to 5, 10 and 20 seconds."""
     on_cpu, folder = bench.device == "cpu", bench.folder / "salm"
     folder.mkdir()
     llm, encoder = ({}, {}) if on_cpu else (LLM, ENCODER)
     settings = model_settings(save_models(folder, llm=llm, encoder=encoder), **encoder)
-    # One layer between the encoder and the language model.
+    # Use one layer between the encoder and the language model.
     settings["perception"]["modality_adapter"]["n_layers"] = 1
     (folder / "salm.yaml").write_text(yaml.safe_dump({"model": settings}))
     step = ["--module-name", "nemo.collections.speechlm2.models.SALM", "--config-path", str(folder / "salm.yaml")]
@@ -45,16 +45,16 @@ def tune_salm(bench: Bench) -> Iterator[Line]:
 
 
 def tune_codec(bench: Bench) -> Iterator[Line]:
-    """Yield the largest batches of a codec, in torch's default precision, of segments of up to 1, 2 and 4 seconds."""
+    """Yield the largest batches of a codec in torch's default precision, for segments of up to 1, 2 and 4 seconds."""
     bins = "[0.2, 0.4]" if bench.device == "cpu" else "[1.0, 2.0, 4.0]"
     step = f"{CodecStep.__module__}:{CodecStep.__name__}"
     yield _tune(bench, ["--step", step, "--bins", bins])
 
 
 def _tune(bench: Bench, options: list[str]) -> Line:
-    """Run the command as its users do; return the batches that it found, and how many sizes it tried."""
+    """Run the command, and return the batches that it found and the number of sizes that it tried."""
     on_cpu = bench.device == "cpu"
-    if not on_cpu:  # what other rows have left
+    if not on_cpu:  # free the memory of other rows
         gc.collect()
         torch.cuda.empty_cache()
     limits = ["--max-batch-size", "2"] if on_cpu else ["--tolerance", "0.1"]
@@ -76,7 +76,7 @@ def _tune(bench: Bench, options: list[str]) -> Line:
 
 
 def tuning_rows(bench: Bench) -> list[Row]:
-    """Return the rows, with the seconds that each needs at least."""
+    """Return the rows with the least seconds that each needs."""
     return [
         ("tune-batch of a codec", SECONDS, partial(tune_codec, bench)),
         ("tune-batch of a SALM", SECONDS, partial(tune_salm, bench)),

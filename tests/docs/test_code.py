@@ -1,9 +1,9 @@
-"""The README, the pages of docs, docstrings and the list of abilities: code runs, commands, links and names exist.
+"""README, pages, docstrings and the list of abilities: code runs, and commands, links and names exist.
 
-- ``python`` blocks run in their order, a page at a time, in a folder with small datasets under the names of the pages.
+- ``python`` blocks of a page run in order, in a folder with small datasets under the names of the pages.
 - ``sh`` blocks run line by line in the same folder.
-- ``yaml`` and ``json`` blocks are read.
-- Lines of other blocks that begin with a command are not run, but command, options and files must exist.
+- ``yaml`` and ``json`` blocks are parsed.
+- Commands in other blocks are not run, but command, options and files must exist.
 """
 
 import ast
@@ -32,10 +32,10 @@ _LINK = re.compile(r"\]\(([^)#\s]*)(?:#([^)\s]*))?\)")
 
 
 def blocks(page: Path, language: str) -> list[tuple[int, str]]:
-    """The blocks of a language, each with the number of lines before it, without the indentation of a list item."""
+    """Return the blocks of a language without list indentation, each with the number of lines before it."""
     text = page.read_text()
     found = list(_BLOCK.finditer(text))
-    assert 2 * len(found) == len(re.findall(r"^ *```", text, re.MULTILINE)), f"{page.name} has a block without an end"
+    assert 2 * len(found) == len(re.findall(r"^ *```", text, re.MULTILINE)), f"{page.name} has an unclosed block"
     return [
         (text[: block.start(3)].count("\n"), re.sub(f"^{block[1]}", "", block[3], flags=re.MULTILINE))
         for block in found
@@ -49,7 +49,7 @@ def pages_with(language: str) -> list[Any]:
 
 @pytest.fixture
 def folder(built, many, tmp_path, monkeypatch):
-    """The current folder: the repository's programs, and data under the names that the pages use."""
+    """Enter a folder with the repository's programs, and data under the names that the pages use."""
     for name in ("configs", "examples", "jobs", "pipelines"):
         (tmp_path / name).symlink_to(REPOSITORY / name)
     for name, project in (("data/pairs", built), ("data/speech", many), ("demo/dataset", built)):
@@ -62,7 +62,7 @@ def folder(built, many, tmp_path, monkeypatch):
 
 @pytest.fixture
 def speech(folder):
-    """``my/manifest.json`` and ``my/audio``: six utterances of two speakers, in files named as LibriSpeech's are."""
+    """Create ``my/manifest.json`` and ``my/audio``: six utterances of two speakers, named as in LibriSpeech."""
     project = Project(folder / "my")
     for number in range(6):
         speaker, seconds = 80 + number % 2, 3.2 + 0.1 * number
@@ -74,14 +74,14 @@ def speech(folder):
 
 @pytest.fixture
 def commands(folder):
-    """The environment of a shell: ``sharmill`` and ``python`` are those of this interpreter, also as .venv/bin/..."""
+    """Return a shell environment in which ``sharmill`` and ``python``, also as .venv/bin/..., use this interpreter."""
     bin_folder = folder / ".venv" / "bin"
     bin_folder.mkdir(parents=True)
     python = shlex.quote(sys.executable)
     for name, line in (
         ("python", f'exec {python} "$@"'),
         ("sharmill", f'exec {python} -m sharmill "$@"'),
-        # Stands in for SLURM's own, where that is installed and has no controller: `sharmill doctor` would find it so.
+        # Replaces an installed SLURM without a controller, which `sharmill doctor` would report.
         ("scontrol", "echo 'the controller of the tests is UP'"),
     ):
         (bin_folder / name).write_text(f"#!/bin/sh\n{line}\n")
@@ -90,10 +90,10 @@ def commands(folder):
 
 
 def run_python(page: Path) -> dict[str, Any]:
-    """Run the ``python`` blocks of a page, and return the names that they leave."""
+    """Run the ``python`` blocks of a page, and return the names that they define."""
     namespace: dict[str, Any] = {"__name__": "page"}
     for line, code in blocks(page, "python"):
-        # With its place in the file, so that a failure points into the page.
+        # The offset makes tracebacks point into the page.
         exec(compile("\n" * line + code, str(page), "exec"), namespace)
     return namespace
 
@@ -125,7 +125,7 @@ def test_commands_of_the_pages_run(page, commands):
 
 
 @pytest.mark.parametrize("page", [*pages_with("yaml"), *pages_with("json")])
-def test_yaml_and_json_of_the_pages_are_read(page):
+def test_yaml_and_json_of_the_pages_are_valid(page):
     for _, text in blocks(page, "yaml"):
         assert yaml.safe_load(text)
     for _, text in blocks(page, "json"):
@@ -150,7 +150,7 @@ def check_command(words: list[str]) -> None:
         context = click.Context(cli)
         command = cli.get_command(context, words[1])
         assert command is not None, words
-        # Parsed, not run.
+        # This parses the arguments without running the command.
         command.make_context(words[1], words[2:], parent=context)
     for word in words[1:]:
         if re.fullmatch(r"(jobs|pipelines|examples|tests|docs)/[\w./]+\.\w+", word):
@@ -184,7 +184,7 @@ def test_readme_picture_stays_without_a_demo(tmp_path):
 
 
 def headings(page: Path) -> set[str]:
-    """The anchors of a page, as GitHub and MkDocs make them."""
+    """Return the anchors of a page, as in GitHub and MkDocs."""
     titles = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", title.lower()).strip().replace(" ", "-") for title in titles}
 
@@ -192,12 +192,12 @@ def headings(page: Path) -> set[str]:
 STOPS = sorted(set(re.findall(r"`([\w/]+\.py):([\w.]+)`", (REPOSITORY / "docs/architecture.md").read_text())))
 
 
-def test_there_are_walks():
+def test_the_architecture_has_walks():
     assert len(STOPS) > 30
 
 
 @pytest.mark.parametrize(("file", "name"), STOPS, ids=":".join)
-def test_the_names_in_the_walks_of_the_architecture_are_defined(file, name):
+def test_the_names_in_the_walks_are_defined(file, name):
     body = ast.parse((REPOSITORY / "src/sharmill" / file).read_text()).body
     for part in name.split("."):
         found = [node for node in body if getattr(node, "name", None) == part]
@@ -209,7 +209,7 @@ ABILITIES = [line for line in (TESTS / "ABILITIES.md").read_text().splitlines() 
 
 
 @pytest.mark.parametrize("line", ABILITIES)
-def test_the_tests_that_show_an_ability_are_there(line):
+def test_the_tests_of_an_ability_exist(line):
     named = re.findall(r"(tests/[\w/]+\.py)(?:::(\w+))?", line)
     assert named
     for path, name in named:
@@ -217,7 +217,7 @@ def test_the_tests_that_show_an_ability_are_there(line):
 
 
 SOURCE = REPOSITORY / "src"
-# Examples that need a large dataset or a cluster say +SKIP; the pages show the same on small ones.
+# Examples that need a large dataset or a cluster are marked +SKIP; the pages run them on small data.
 WITH_EXAMPLES = sorted(
     ".".join(path.relative_to(SOURCE).with_suffix("").parts).removesuffix(".__init__")
     for path in SOURCE.rglob("*.py")

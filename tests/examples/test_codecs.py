@@ -1,4 +1,4 @@
-"""The codecs in examples/codecs/, on small models of the real classes."""
+"""The codecs in examples/codecs/, with small models of the real classes."""
 
 import logging
 import os
@@ -16,7 +16,7 @@ from sharmill.models import load_codec
 
 FOLDER = REPOSITORY / "examples" / "codecs"
 S3 = "python:s3_codec:S3Codec"
-# Package, codec, samples per frame, codebooks, codebook size, rate of decoded audio.
+# Package, codec, samples per frame, codebooks, codebook size, sampling rate of decoded audio.
 CODECS = {
     "snac": ("snac", save_snac, 128, 7, 64, None),
     "xcodec2": ("transformers", save_xcodec2, 320, 1, 4**8, 16000),
@@ -40,7 +40,7 @@ def codec_folder(monkeypatch):
 
 
 def small_s3(name: str) -> torch.nn.Module:
-    """Return a seeded S3 tokenizer of two layers in place of the published one of a name."""
+    """Return a seeded S3 tokenizer with two layers instead of the published model."""
     import s3tokenizer
 
     model_class = s3tokenizer.S3TokenizerV2 if "v2" in name else s3tokenizer.S3Tokenizer
@@ -58,7 +58,7 @@ def need(package: str) -> None:
 
 
 @pytest.mark.parametrize("name", CODECS)
-def test_a_codec_has_its_facts_and_codes_that_do_not_depend_on_the_batch(tmp_path, name):
+def test_a_codec_has_its_facts_and_codes_independent_of_batches(tmp_path, name):
     package, save, samples_per_frame, num_codebooks, codebook_size, decoded_rate = CODECS[name]
     need(package)
     codec = load_codec(save(tmp_path / name))
@@ -71,7 +71,7 @@ def test_a_codec_has_its_facts_and_codes_that_do_not_depend_on_the_batch(tmp_pat
         alone = codec.encode(audio[item : item + 1, :length], num_samples[item : item + 1])[0]
         num_frames = -(-length // samples_per_frame)
         assert alone.shape == (num_codebooks, num_frames)
-        # Sums of batches have other last bits, by which few codes may become others.
+        # Sums in batches differ in their last bits, which may change a few codes.
         assert float((codes[item, :, :num_frames] == alone).float().mean()) > 0.95
     assert len(codes[0].unique()) > 5
     if decoded_rate is not None:
@@ -81,10 +81,10 @@ def test_a_codec_has_its_facts_and_codes_that_do_not_depend_on_the_batch(tmp_pat
 
 @pytest.mark.parametrize(
     ("name", "length"),
-    # X-Codec-2 is given what it fills up to 50 frames by itself, NeuCodec what it makes 50 codes of.
+    # X-Codec-2 pads these lengths to 50 frames by itself; NeuCodec makes 50 codes of this one.
     [("xcodec2", 15999), ("xcodec2", 15681), ("neucodec", 16000)],
 )
-def test_codes_of_x_codec_2_and_neucodec_are_those_of_transformers(tmp_path, name, length):
+def test_codes_of_x_codec_2_and_neucodec_equal_transformers(tmp_path, name, length):
     need("transformers")
     from transformers import AutoFeatureExtractor, AutoModel
 
@@ -98,7 +98,7 @@ def test_codes_of_x_codec_2_and_neucodec_are_those_of_transformers(tmp_path, nam
 
 
 @pytest.mark.parametrize("name", ["speech_tokenizer_v1", "speech_tokenizer_v1_25hz", "speech_tokenizer_v2_25hz"])
-def test_codes_of_an_s3_tokenizer_are_those_of_its_package(name):
+def test_codes_of_an_s3_tokenizer_equal_its_package(name):
     need("s3tokenizer")
     import s3tokenizer
 

@@ -1,4 +1,4 @@
-"""The programs in examples/ and pipelines/ run as their first lines say."""
+"""The programs in examples/ and pipelines/ run as their docstrings describe."""
 
 import json
 import re
@@ -17,7 +17,7 @@ from sharmill.shar.index import read_dataset
 
 
 def run(program: str, *arguments, status: int = 0) -> str:
-    """Run a program of the repository, and return what it prints."""
+    """Run a program of the repository, and return its output."""
     command = [sys.executable, str(REPOSITORY / program), *map(str, arguments)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == status, done.stdout + done.stderr
@@ -26,7 +26,7 @@ def run(program: str, *arguments, status: int = 0) -> str:
 
 @pytest.fixture
 def speech(tmp_path):
-    """``manifest.json`` and ``audio`` in the returned folder: eight utterances of two speakers, of 3 to 4 s."""
+    """Return a folder with ``manifest.json`` and ``audio``: eight utterances of two speakers, of 3 to 4 s."""
     records = []
     for number in range(8):
         speaker, seconds = f"s{number % 2}", 3.0 + 0.125 * number
@@ -41,7 +41,7 @@ def speech(tmp_path):
 
 @pytest.fixture
 def config(speech):
-    """A configuration for ``speech``, with the codec of ``examples/own_codec.py``."""
+    """Return a configuration for ``speech`` with the codec of ``examples/own_codec.py``."""
     codec = {"name": "level", "model": "python:own_codec:LevelCodec"}
     return write_config(
         speech, speech / "manifest.json", speech / "audio", prepare={}, match={}, write={"shard_size": 4},
@@ -56,14 +56,14 @@ def test_a_dataset_is_built_in_python(speech):
     assert len(list(open_shar(speech / "out/dataset"))) == 8
 
 
-def test_a_source_of_ones_own(speech):
+def test_the_own_source_prepares_its_records(speech):
     run("examples/own_source.py", speech / "audio", speech / "out")
     lines = (speech / "out/run/manifests/folders_prepared.json").read_text().splitlines()
     assert [json.loads(line)["text"] for line in lines] == [f"number {n}" for n in (0, 2, 4, 6, 1, 3, 5, 7)]
 
 
 @pytest.mark.slow
-def test_the_recipes_one_by_one_with_a_codec_of_ones_own(speech, config, monkeypatch):
+def test_the_recipes_run_one_by_one_with_the_own_codec(speech, config, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(REPOSITORY / "examples"), prepend=":")
     for recipe in ("prepare_manifest", "match_context", "write_shar"):
         assert "8 records, rejected: none" in run(f"pipelines/{recipe}.py", config)
@@ -80,31 +80,31 @@ def test_the_recipes_one_by_one_with_a_codec_of_ones_own(speech, config, monkeyp
     assert re.search(r"missing_file: shard 0, cuts/cuts\.000000\.jsonl\.gz.*: ", printed)
 
 
-def test_a_recipe_names_what_is_wrong_with_the_configuration(config):
+def test_a_recipe_names_the_wrong_key_of_the_configuration(config):
     assert "min_duration" in run("pipelines/prepare_manifest.py", config, "prepare.min_duration=-1", status=2)
 
 
 @pytest.mark.parametrize(
     "name", ["build_dataset", "conversations", "own_codec", "own_source", "read_with_lhotse", "train"]
 )
-def test_an_example_without_arguments_says_how_it_is_called(name):
+def test_an_example_without_arguments_prints_its_usage(name):
     assert f"\npython examples/{name}.py " in run(f"examples/{name}.py", status=1)
 
 
 @pytest.mark.slow
-def test_training_goes_on_with_the_cuts_that_are_left(built, tmp_path):
+def test_training_resumes_with_the_remaining_cuts(built, tmp_path):
     def ids(printed: str) -> list[str]:
         return [cut_id for cut_id in printed.split() if cut_id.startswith("cut-")]
 
     first = ids(run("examples/train.py", built.dataset, tmp_path / "checkpoint.pt", 1))
     second = ids(run("examples/train.py", built.dataset, tmp_path / "checkpoint.pt", 1))
     assert len(first) == 4
-    # Seven cuts in an epoch: the first three after the stop are those that are left of it.
+    # An epoch has seven cuts, so the first three after the stop complete it.
     assert sorted(first + second[:3]) == sorted(cut.id for cut in open_shar(built.dataset, ["target_codes"]))
 
 
 @pytest.mark.slow
-def test_training_with_lightning_resumes_with_the_cuts_left(built, tmp_path):
+def test_lightning_resumes_with_the_remaining_cuts(built, tmp_path):
     def trained_on(*options) -> list[str]:
         printed = run("examples/train_lightning.py", built.dataset, tmp_path, *options)
         assert "stopped: `max_steps=" in printed
@@ -115,7 +115,7 @@ def test_training_with_lightning_resumes_with_the_cuts_left(built, tmp_path):
     assert len(set(first)) == 4
     second = trained_on("--steps", 2, "--ranks", 2)
     assert len(second) == 8
-    # Seven cuts in an epoch: the three that were left of it are among the first of the two ranks.
+    # An epoch has seven cuts; the remaining three are among the first cuts of the two ranks.
     assert set(first) | set(second[:2] + second[4:6]) == {cut.id for cut in open_shar(built.dataset, ["target_codes"])}
 
 
@@ -147,7 +147,7 @@ def test_conversations_have_both_sides_and_the_roles(tmp_path, capsys):
         ({"user_audio_filepath": "missing.wav"}, "missing.wav"),
     ],
 )
-def test_a_bad_conversation_is_named_and_nothing_is_left(tmp_path, change, named):
+def test_a_bad_conversation_is_named_and_leaves_no_files(tmp_path, change, named):
     manifest = write_conversations(tmp_path, 2)
     put(tmp_path / "short.wav", voice(1.0))
     first, second = map(json.loads, manifest.read_text().splitlines())
@@ -158,7 +158,7 @@ def test_a_bad_conversation_is_named_and_nothing_is_left(tmp_path, change, named
     assert sorted(tmp_path.iterdir()) == before
 
 
-def test_conversations_into_a_folder_that_is_there_are_refused(tmp_path):
+def test_conversations_refuse_an_existing_folder(tmp_path):
     (tmp_path / "out").mkdir()
     with raises(ConfigError, "foreign_output", "out"):
         write_shar(write_conversations(tmp_path, 1), tmp_path / "out")

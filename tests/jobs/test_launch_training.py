@@ -1,4 +1,4 @@
-"""Consecutive training jobs: which commands are submitted, and what is refused."""
+"""Consecutive training jobs: submitted commands, and refusals."""
 
 import json
 import re
@@ -19,7 +19,7 @@ def config(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def sbatch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An ``sbatch`` that notes its arguments and numbers the jobs; the notes' file."""
+    """Install an ``sbatch`` that records its arguments and numbers the jobs, and return the file of records."""
     notes = tmp_path / "sbatch.log"
     script = tmp_path / "bin" / "sbatch"
     script.parent.mkdir()
@@ -35,14 +35,16 @@ def test_each_job_waits_for_the_one_before(
     assert launch_training.main(["-n", "3", "--after", "7", str(config), "learning_rate=0.01"]) == 0
     lines = sbatch.read_text().splitlines()
     assert [re.search(r"afterany:(\S+)", line)[1] for line in lines] == ["7", "101", "102"]
-    assert all(line.endswith("learning_rate=0.01 shard_seed=randomized") for line in lines), "they have one seed"
+    assert all(line.endswith("learning_rate=0.01 shard_seed=randomized") for line in lines), (
+        "all jobs have the training's seed"
+    )
     noted = [json.loads(line) for line in (tmp_path / "out" / "jobs.jsonl").read_text().splitlines()]
     assert noted == [{"job": str(101 + n), "after": after} for n, after in enumerate(["7", "101", "102"])]
     assert "job 103, after 102" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("name", ["salm", "s2s_duplex"])
-def test_jobs_of_a_script_of_nemo_have_a_seed_each(
+def test_jobs_of_a_nemo_script_have_different_seeds(
     sbatch: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
 ) -> None:
     script = tmp_path / f"{name}_train.py"
@@ -71,7 +73,7 @@ def test_an_own_script_gets_a_seed_and_the_overrides(
     assert len(seeds) == 2
 
 
-def test_the_profile_says_what_a_job_asks_for(config: Path, sbatch: Path, tmp_path: Path) -> None:
+def test_the_profile_sets_the_resources_of_a_job(config: Path, sbatch: Path, tmp_path: Path) -> None:
     profile = tmp_path / "profile.yaml"
     profile.write_text("account: lab\nsignal_s: 45\ngpu: {partition: big, gpus: 1, cores: 8, memory_gb: 10}\n")
     options = ["-n", "1", "--nodes", "2", "--ranks-per-node", "4", "--profile", str(profile), "--sbatch=--exclusive"]
@@ -82,9 +84,7 @@ def test_the_profile_says_what_a_job_asks_for(config: Path, sbatch: Path, tmp_pa
     assert {"--nodes=2", "--signal=B:TERM@45", "--exclusive"} <= asked
 
 
-def test_a_cluster_with_gres_and_memory_per_core_alone_is_asked_for_that(
-    config: Path, sbatch: Path, tmp_path: Path
-) -> None:
+def test_a_profile_can_replace_gpus_and_memory_by_other_options(config: Path, sbatch: Path, tmp_path: Path) -> None:
     profile = tmp_path / "profile.yaml"
     extra = "{gres: 'gpu:a100:1,tmp:5G', mem_per_cpu: 4G, exclusive: true, constraint: null}"
     profile.write_text(f"gpu: {{gpus: 1, cores: 8, memory_gb: null, extra: {extra}}}\n")
@@ -96,11 +96,11 @@ def test_a_cluster_with_gres_and_memory_per_core_alone_is_asked_for_that(
     assert launch_training.main(["-n1", "--sbatch=--mem-per-gpu=64G", str(config)]) == 0
     assert "--mem=" not in sbatch.read_text()
     assert "#SBATCH --mem" not in Path("jobs/sbatch/train.sbatch").read_text(), (
-        "sbatch takes no other option of memory then"
+        "sbatch would refuse another memory option"
     )
 
 
-def test_a_refusal_names_what_was_asked_for(
+def test_a_refusal_names_the_command(
     config: Path, sbatch: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "bin/sbatch").write_text("#!/bin/sh\necho 'not available' >&2\nexit 1\n")
@@ -132,7 +132,7 @@ def test_a_refusal_names_what_was_asked_for(
         ),
     ],
 )
-def test_what_cannot_work_is_refused_in_one_line(
+def test_wrong_arguments_are_refused_in_one_line(
     arguments: list[str], said: str, config: Path, sbatch: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert launch_training.main([argument.format(config=config) for argument in arguments]) == 2

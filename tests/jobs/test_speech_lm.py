@@ -1,4 +1,4 @@
-"""The model of the training example: nothing looks ahead, and padding changes nothing."""
+"""The model of the training example: it is causal, and examples of a batch are independent."""
 
 import pytest
 import torch
@@ -8,21 +8,21 @@ from train_config import ModelConfig
 
 from sharmill.training.speech_text import Kind
 
-# Each a kind, a length, and whether it is predicted.
+# Triples of kind, length, and whether the span is predicted.
 Spans = list[tuple[Kind, int, bool]]
 
 TEXT_SIZE, CODEBOOKS, CODES_SIZE, SAMPLES = 11, 2, 7, 8
 
-# Of TTS: text and target are predicted, the context is given. The first position of each is never predicted.
+# In TTS, text and target are predicted and the context is given. The first position of a span is never predicted.
 TTS: Spans = [(Kind.TEXT, 5, True), (Kind.CODES, 6, False), (Kind.CODES, 9, True)]
 HEARD: Spans = [(Kind.TEXT, 2, False), (Kind.AUDIO, 4, False), (Kind.TEXT, 3, True)]
 TEXT: Spans = [(Kind.TEXT, 6, True)]
 
 
 def make_batch(*sequences: Spans, padding: int = 0, seed: int = 1) -> dict[str, Tensor]:
-    """Sequences of spans, each a kind, a length and whether it is predicted, with more padding if asked.
+    """Return a batch of sequences of spans, with additional padding.
 
-    The content of a sequence is the same in every batch that has the same ones before it.
+    The content of a sequence is equal in all batches with the same preceding sequences.
     """
     torch.manual_seed(seed)
     size = max(sum(length for _, length, _ in spans) for spans in sequences) + padding
@@ -55,7 +55,7 @@ def model() -> SpeechLM:
 
 
 def test_examples_of_all_kinds_are_independent_of_each_other(model: SpeechLM) -> None:
-    """Text alone, speech, and audio that is heard: in one batch as each by itself."""
+    """Changing text and input audio in a batch does not change the loss of codes."""
     together = model(make_batch(TEXT, HEARD, TTS))
     counts = count_targets(make_batch(TEXT, HEARD, TTS))
     assert counts == (5 + 2 + 4, CODEBOOKS * 8)
@@ -66,9 +66,9 @@ def test_examples_of_all_kinds_are_independent_of_each_other(model: SpeechLM) ->
     assert model(changed).text.item() != together.text.item()
 
 
-def test_nothing_looks_ahead(model: SpeechLM) -> None:
+def test_the_model_is_causal(model: SpeechLM) -> None:
     batch = make_batch(TTS)
-    # The first seven frames of the target are predicted from what comes before them, whatever follows.
+    # Predictions of the first seven target frames must not depend on later frames.
     batch["predicted"][0, -2:] = False
     before = model(batch).codes.item()
     batch["codes"][..., -2:] = (batch["codes"][..., -2:] + 1) % CODES_SIZE

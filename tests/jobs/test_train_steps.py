@@ -1,4 +1,4 @@
-"""Steps of the training example: saved by time, validated, in bf16, and on text, conversations and speech together."""
+"""Steps of the training example: checkpoints by time, validation, bf16, and mixtures of text, conversations, speech."""
 
 import json
 import os
@@ -20,16 +20,14 @@ from train_data import make_data
 
 @pytest.fixture
 def train():
-    """``train(example, *overrides)``: a training of one rank in this process; its exit status."""
+    """Return ``train(example, *overrides)``, which trains on one rank in this process and returns the exit status."""
     handler = signal.getsignal(signal.SIGTERM)
     yield lambda example, *overrides: main([str(example.config), "num_workers=0", *overrides])
     signal.signal(signal.SIGTERM, handler)
 
 
 @pytest.mark.parametrize(("precision", "dtype"), [("bf16", torch.float32), ("bf16-true", torch.bfloat16)])
-def test_it_saves_by_time_computes_in_bf16_draws_curves_and_prints_lines(
-    speech, tmp_path, train, capsys, precision, dtype
-):
+def test_it_saves_by_time_in_bf16_with_curves_and_progress_lines(speech, tmp_path, train, capsys, precision, dtype):
     keys = {"checkpoint_every": 1000, "checkpoint_seconds": 1e-6, "keep": 10, "max_steps": 3}
     keys |= {"tensorboard": True, "validation": str(speech), "validate_every": 3}
     example = make_example(tmp_path, "bf16", speech, precision=precision, **keys)
@@ -52,7 +50,7 @@ def test_it_saves_by_time_computes_in_bf16_draws_curves_and_prints_lines(
     assert [point.step for point in curves.Scalars("validation/loss")] == [3]
 
 
-def test_a_training_has_one_seed_and_keeps_the_newest_checkpoints(speech, tmp_path, train, capsys):
+def test_a_training_keeps_its_seed_and_the_newest_checkpoints(speech, tmp_path, train, capsys):
     example = make_example(tmp_path, "chain", speech, seed=None, checkpoint_every=1, keep=2)
     assert train(example, "max_steps=1") == 0
     assert train(example, "max_steps=3") == 0
@@ -70,7 +68,7 @@ def test_a_training_has_one_seed_and_keeps_the_newest_checkpoints(speech, tmp_pa
 
 
 @pytest.mark.parametrize("missing", ["record.json", "__0_0.distcp"])
-def test_a_damaged_checkpoint_is_named_and_the_one_before_it_goes_on(speech, tmp_path, train, capsys, missing):
+def test_a_damaged_checkpoint_is_named_and_can_be_removed(speech, tmp_path, train, capsys, missing):
     example = make_example(tmp_path, "damaged", speech, checkpoint_every=1)
     assert train(example, "max_steps=2") == 0
     newest = example.out_dir / "checkpoints" / "step-000000002"
@@ -111,7 +109,7 @@ def test_a_dataset_without_contexts_is_trained_on(tmp_path, train):
         ("loader=no/such.yaml", "no/such.yaml"),
     ],
 )
-def test_settings_that_cannot_be_are_refused_in_one_line(speech, tmp_path, train, capsys, override, told):
+def test_invalid_settings_are_refused_in_one_line(speech, tmp_path, train, capsys, override, told):
     example = make_example(tmp_path, "refused", speech)
     assert main([str(example.config), override]) == 2
     (error,) = capsys.readouterr().err.splitlines()
@@ -129,7 +127,7 @@ def corpora(tmp_path_factory):
 
 @pytest.fixture
 def train_mixed(corpora, tmp_path, monkeypatch):
-    """Returns a function: trains in this process, on settings of a loader whose paths lead to test data."""
+    """Return a function that trains in this process with settings of a loader, whose paths lead to test data."""
     link_data(corpora, tmp_path / "data")
     monkeypatch.chdir(tmp_path)
     handler = signal.getsignal(signal.SIGTERM)
@@ -146,7 +144,7 @@ def train_mixed(corpora, tmp_path, monkeypatch):
 
 
 def load(name):
-    """A configuration of the repository, for few data."""
+    """Return a configuration of the repository, reduced for little data."""
     small = {"bucket_buffer_size": 4, "shuffle_buffer_size": 4, "batch_tokens": 500, "num_workers": 0}
     settings = OmegaConf.to_container(OmegaConf.load(CONFIGS / f"{name}.yaml"))
     for section in (settings, *settings.values()):
@@ -156,7 +154,7 @@ def load(name):
 
 
 class SlowData:
-    """Data that take half a second for a batch; with the first one, the training is told to leave."""
+    """Data that take half a second per batch, and send SIGTERM with the first one."""
 
     def __init__(self, data):
         self._data = data
@@ -179,8 +177,8 @@ def test_a_slow_step_is_saved_after_sigterm(speech, tmp_path, train, monkeypatch
     assert example.saved_step() == 1
 
 
-def test_a_wait_for_validation_data_has_an_end(speech, tmp_path, train, monkeypatch, capsys):
-    """They come when they are looked for before the first step, and not after it."""
+def test_a_wait_for_validation_data_ends(speech, tmp_path, train, monkeypatch, capsys):
+    """The validation data are available before the first step, but not after it."""
     found = iter([iter([]), iter(threading.Event().wait, None)])
     monkeypatch.setattr("train.validation_batches", lambda *_: next(found))
     example = make_example(tmp_path, "stuck", speech, validation=str(speech), validate_every=1, data_timeout=5)
@@ -194,9 +192,9 @@ def falls(example, name, count=5):
 
 
 @pytest.mark.slow
-def test_speech_text_and_pairs_go_on_at_the_exact_place(train_mixed):
+def test_speech_text_and_pairs_resume_exactly(train_mixed):
     settings = load("speech_text")
-    # In the order in which they are read; the first job ends within the first epoch of everything.
+    # The data come in reading order, and the first job ends within the first epoch of all data.
     settings["train_ds"] |= {"shuffle_buffer_size": 1, "batch_tokens": 250}
     example = train_mixed(settings, max_steps=3)
     train_mixed(settings, "max_steps=60")
@@ -204,7 +202,7 @@ def test_speech_text_and_pairs_go_on_at_the_exact_place(train_mixed):
     falls(example, "codes_loss", 10)
     assert [values["step"] for values in example.steps(0)] == list(range(1, 61))
     before, ids = ([one for values in example.steps(0)[:end] for one in values["ids"]] for end in (3, 60))
-    # One of the 24 utterances failed a check. Of the 40 lines and 10 pairs, lines begin their second epoch before.
+    # One of the 24 utterances was rejected. The 40 lines start their second epoch before the 10 pairs are finished.
     for kind, count in {"cut-": 23, "text-": 50}.items():
         assert 0 < sum(one.startswith(kind) for one in before) < count
         found = [one for one in ids if one.startswith(kind)]
@@ -213,13 +211,13 @@ def test_speech_text_and_pairs_go_on_at_the_exact_place(train_mixed):
 
 
 @pytest.mark.slow
-def test_conversations_of_audio_and_text_with_validation_on_them(train_mixed):
+def test_conversations_of_audio_and_text_are_validated(train_mixed):
     settings = load("conversation")
     dialogs = settings["dialogs"] | {"batch_tokens": 100, "force_map_dataset": True}
     OmegaConf.save({"validation_ds": dialogs}, "validation.yaml")
     example = train_mixed(settings, max_steps=30, validation="validation.yaml", validate_every=15)
     falls(example, "text_loss")
-    assert {values["codes_loss"] for values in example.steps(0)} == {0.0}, "audio that is heard is not predicted"
+    assert {values["codes_loss"] for values in example.steps(0)} == {0.0}, "input audio is not predicted"
     found = [json.loads(line) for line in (example.out_dir / "validation.jsonl").read_text().splitlines()]
     assert [values["step"] for values in found] == [15, 30]
     assert found[1]["text_loss"] < found[0]["text_loss"]

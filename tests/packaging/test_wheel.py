@@ -16,7 +16,7 @@ from support.project import REPOSITORY, Project, lines, write_config, write_line
 
 EXTRAS = {
     "resemblyzer": ("resemblyzer", "librosa", "webrtcvad", "_webrtcvad"),
-    "nemo": ("nemo", "nemo_toolkit", "transformers", "pyarrow"),  # NeMo needs the last two itself
+    "nemo": ("nemo", "nemo_toolkit", "transformers", "pyarrow"),  # NeMo itself needs the last two
     "speechlm2": ("peft",),
     "transformers": ("transformers",),
     "parquet": ("pyarrow",),
@@ -70,13 +70,13 @@ def environment(wheel, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def bare(environment) -> Path:
-    """The environment without extras."""
+    """Return the bin folder of an environment without extras."""
     return environment()
 
 
 @pytest.fixture
 def config(tmp_path) -> Path:
-    """A configuration for two recordings of a speaker."""
+    """Return a configuration for two recordings of a speaker."""
     project = Project(tmp_path).add_voices([4.0, 4.0], "{}.wav")
     manifest = write_lines(tmp_path / "m.json", project.records)
     match = {"min_similarity": -1, "encoder": "resemblyzer"}

@@ -69,7 +69,7 @@ def error_line(call):
             ["run", "{good}", "sources=[{{type: lhotse_shar, shar: /no/shar}}]"],
             ["/no/shar is not a folder", "set shar in"],
         ),
-        (["run", "{good}", "sources=[]"], ["prepare needs sources", "name at least one manifest"]),
+        (["run", "{good}", "sources=[]"], ["prepare needs sources", "name a manifest"]),
         (["run", "{good}", "prepare", "sources=[]"], ["prepare needs sources"]),
         (["run", "{good}", "prepare.filters.cer=low"], ["prepare.filters.cer", "'low'"]),
         (["run", "{good}", "speaker_key=librispech"], ["librispech", "librispeech"]),
@@ -168,7 +168,7 @@ def test_help_lists_the_commands_in_groups_of_80_columns(call, monkeypatch):
     assert (status, max(map(len, lines)) <= 80) == (0, True)
     assert [line for line in lines if line.endswith("...")] == ["Usage: sharmill [OPTIONS] COMMAND [ARGS]..."]
     found: dict[str, list[str]] = {}
-    for line in lines[lines.index("Make:") :]:
+    for line in lines[lines.index("Build datasets:") :]:
         if line.endswith(":"):
             names = found.setdefault(line[:-1], [])
         elif line.strip():

@@ -128,7 +128,7 @@ def test_datasets_share_the_ranks_that_run_at_once(make_config, call, tmp_path):
     ],
 )  # fmt: skip
 def test_sbatch_is_asked_for_what_the_profile_has(make_config, call, tmp_path, ranks, asked):
-    """By ranks and by advance jobs."""
+    """Both rank jobs and driver jobs pass the options of the profile to sbatch."""
     profile = tmp_path / "profile.yaml"
     profile.write_text(json.dumps({"cpu": ranks, "driver_units": 0}))
     _, out, _ = call("submit", "prepare", make_config("a")[1], "--profile", profile, "--dry-run")

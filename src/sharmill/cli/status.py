@@ -76,7 +76,10 @@ _METRICS: Final[dict[str, tuple[str, ...]]] = {
 def status(
     run_dirs: Sequence[str], watch: bool, gpu_hour: float | None, check: bool, prometheus: Path | None, verbose: bool
 ) -> int:
-    """Show the progress of runs: their stages, workers, failures and jobs."""
+    """Show the progress of runs.
+
+    The output lists the stages, active workers, failures and cluster jobs of each run directory.
+    """
     is_text = not has_option("json") and prometheus is None
     refuse(
         (

@@ -212,7 +212,7 @@ def _require_entry(values: Any, key: str, origin: str) -> None:
     for part in re.findall(r"[^.\[\]]+", key):
         if isinstance(values, list) and not (part.isdecimal() and int(part) < len(values)):
             raise ConfigError(
-                f"{origin}: {place} is a list with {len(values)} entries: name an entry by its number, starting with "
+                f"{origin}: {place} is a list of length {len(values)}: name an entry by its number, starting with "
                 f"{place}.0",
                 code="unknown_key",
             )

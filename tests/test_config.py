@@ -190,7 +190,7 @@ REFUSED_OVERRIDES = [
     ("executor.workers=0", "bad_config_value", ["executor.workers is ", "a whole number of at least 1"]),
     ("executor.unit_time_limit=0", "bad_config_value", ["executor.unit_time_limit is ", "a finite number above 0"]),
     *(
-        (f"sources.{entry}=x", "unknown_key", [f"sources.{entry}=x: sources is a list of length 1: ", "starting with sources.0"])
+        (f"sources.{entry}=x", "unknown_key", [f"sources.{entry}=x: sources is a list of length 1: ", "with sources.0"])
         for entry in ("1.manifest", "x.manifest", "-1.manifest", "foo")
     ),
     ("prepare=[]", "bad_config_value", ["prepare is []; allowed: a mapping of keys to values"]),

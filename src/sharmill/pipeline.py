@@ -172,7 +172,7 @@ def run_dataset(
     wait_seconds: float = math.inf,
     take_over: bool = False,
     command: str = "",
-    joins: bool = False,
+    is_joining: bool = False,
 ) -> DatasetResult:
     """Run stages of one dataset in order, until units of a stage fail or a stage is submitted to a cluster.
 
@@ -187,7 +187,7 @@ def run_dataset(
         take_over: run even if SLURM cannot be asked about jobs that were submitted from the run directory. With
             ``restart``, run even if other ranks are still at work, whose work is then discarded.
         command: the command that resumes the run, as it can be typed in any folder.
-        joins: only join a run that was started elsewhere; refuse a run that has failed.
+        is_joining: only join a run that was started elsewhere; refuse a run that has failed.
 
     Raises:
         ConfigError: the configuration is wrong, or the run directory is in use. No work has been done.
@@ -214,7 +214,7 @@ def run_dataset(
         request = RunRequest(
             stages=list(stages), folder=str(Path.cwd()), run=str(run_dir.path.resolve()), command=command
         )
-        if not joins:
+        if not is_joining:
             _begin(config, request, executor, restart=restart, take_over=take_over)
         elif (outcome := run_dir.read_outcome()) is not None and outcome.state != "done":
             raise outcome.as_error()
@@ -228,7 +228,7 @@ def run_dataset(
             # Errors of the cleanup must not hide the error that ended the run.
             with suppress(SharmillError, OSError):
                 # An error of ranks that joined a run, such as a missing device, does not end the run for other ranks.
-                is_own = executor.waits and not joins and error.code != "superseded_plan"
+                is_own = executor.waits and not is_joining and error.code != "superseded_plan"
                 if is_own and not find_workers(run_dir):
                     run_dir.note_outcome(RunOutcome.from_error(error))
                 _merge_rejects(config)
@@ -257,13 +257,13 @@ def _begin(config: Config, request: RunRequest, executor: Executor, *, restart: 
             f"{run_dir.path}; --restart --take-over starts over at once and discards their work",
             code="locked",
         )
-    joins = bool(live) and not restart
-    if executor.waits and not joins:
+    is_joining = bool(live) and not restart
+    if executor.waits and not is_joining:
         require_no_jobs(run_dir, take_over=take_over)
     jobs = executor.find_jobs(run_dir)
     if jobs is None:
         return
-    if joins or jobs:
+    if is_joining or jobs:
         theirs, ours = (yaml.safe_load(text) for text in (read_stored(run_dir.config), to_yaml(config)))
         changed = [key for key in sorted(theirs | ours) if key != "executor" and theirs.get(key) != ours.get(key)]
         if changed:
@@ -277,7 +277,7 @@ def _begin(config: Config, request: RunRequest, executor: Executor, *, restart: 
         roots = segment_roots(config)
         for stage in make_stages(config):
             request_replan_if_audio_came(stage, roots.may_have)
-    executor.begin(run_dir, request, jobs, is_joining=joins)
+    executor.begin(run_dir, request, jobs, is_joining=is_joining)
 
 
 def _run_stages(

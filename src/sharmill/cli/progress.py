@@ -45,7 +45,7 @@ class ProgressListener(Listener):
         # The view of each stage so far, with a description of its time. Another thread draws them, so the pairs are
         # replaced as a whole.
         self._views: list[tuple[StageView, str]] = []
-        self._began = self._next_view = self._said = 0.0
+        self._began = self._next_view = self._last_printed = 0.0
         self._live = Live(
             console=console, get_renderable=self.render, refresh_per_second=4
         ) if console.is_terminal and not console.is_dumb_terminal else None  # fmt: skip
@@ -65,7 +65,7 @@ class ProgressListener(Listener):
     def stage_started(self, stage: StageRun, units: Sequence[Unit], done: Sequence[Commit]) -> None:
         self._stage, self._units = stage, units
         self._commits = {commit.index: commit for commit in done}
-        self._began = self._said = self._clock()
+        self._began = self._last_printed = self._clock()
         self._next_view = self._began + _SECONDS_BETWEEN_VIEWS
         view = view_stage(stage, units, self._commits, (), 0.0)
         self._cost_before = view.cost_done
@@ -75,9 +75,9 @@ class ProgressListener(Listener):
         if len(done) < len(units):
             resumed = f", {len(done)} done before" if done else ""
             amount = describe_cost(view.cost, records=view.cost_unit == "records")
-            self._say(f"{stage.name}{self._place()}: {counted(len(units), 'unit')}, {amount}{resumed}")
+            self._print_line(f"{stage.name}{self._place()}: {counted(len(units), 'unit')}, {amount}{resumed}")
             if stage.resource == "gpu":
-                self._say(f"{stage.name}: loading the model")
+                self._print_line(f"{stage.name}: loading the model")
 
     def looked(self, ranks: Sequence[RankProgress]) -> None:
         now = self._clock()
@@ -88,9 +88,9 @@ class ProgressListener(Listener):
             self._views[-1] = view, self._describe_left(view, now - self._began)
             # Computing a view of 100,000 units takes a quarter of a second: at most 5 % of the time is spent on it.
             self._next_view = now + max(_SECONDS_BETWEEN_VIEWS, 20 * (self._clock() - now))
-        if now - self._said >= self._seconds_between_lines:
-            self._said = now
-            self._say(self._line(self._place(), self._describe_run_left()))
+        if now - self._last_printed >= self._seconds_between_lines:
+            self._last_printed = now
+            self._print_line(self._line(self._place(), self._describe_run_left()))
 
     def unit_done(self, unit: Unit, commit: Commit) -> None:
         self._commits[unit.index] = commit
@@ -104,7 +104,7 @@ class ProgressListener(Listener):
             view = replace(view, units_done=view.units, cost_done=view.cost)
         self._views[-1] = replace(view, rate=(view.cost_done - self._cost_before) / max(took, 1.0)), words
         if view.units:
-            self._say(self._line())
+            self._print_line(self._line())
 
     def _describe_left(self, view: StageView, elapsed: float) -> str:
         """Return the time left. Before it is known, return the elapsed time, or what the ranks are waiting for."""
@@ -163,7 +163,7 @@ class ProgressListener(Listener):
         ]  # fmt: skip
         return f"{view.name}{place}: {', '.join(filter(None, parts))}"
 
-    def _say(self, text: str) -> None:
+    def _print_line(self, text: str) -> None:
         if self._live is None:
             self._console.print(plain(text), soft_wrap=True)
 

@@ -135,14 +135,14 @@ def warn_if_world_writable() -> None:
 
 def run_configs(
     configs: Sequence[Config], stages: Sequence[str] | None, *, restart: bool = False, redo: Report | None = None,
-    take_over: bool = False, commands: Sequence[str] = (), joins: bool = False, json_file: str | None = None,
+    take_over: bool = False, commands: Sequence[str] = (), is_joining: bool = False, json_file: str | None = None,
 ) -> list[tuple[int, dict[str, Any]]]:  # fmt: skip
     """Run stages of one dataset after another, and return their exit statuses and JSON results.
 
     Args:
         stages: kinds of stages; None for all.
         commands: for each dataset, the command that resumes its run.
-        joins: add workers to runs that were started elsewhere.
+        is_joining: add workers to runs that were started elsewhere.
         json_file: file for the report of the checker.
     """
 
@@ -150,7 +150,7 @@ def run_configs(
         config, command = pair
         result = _run_with_progress(
             config, choose_stages(config, stages), restart=restart, redo=redo, take_over=take_over, command=command,
-            joins=joins,
+            is_joining=is_joining,
         )  # fmt: skip
         report = result.report
         if report is not None:
@@ -183,10 +183,10 @@ def run_configs(
 
 def _run_with_progress(
     config: Config, stages: Sequence[str], *, restart: bool, redo: Report | None, take_over: bool, command: str,
-    joins: bool,
+    is_joining: bool,
 ) -> DatasetResult:  # fmt: skip
     """Run stages of one dataset, and print the progress, the summary and the path of the report."""
-    executor = JoiningExecutor(config.executor.workers, config.executor.device) if joins else None
+    executor = JoiningExecutor(config.executor.workers, config.executor.device) if is_joining else None
     if redo is not None:
         config.executor.check(config)
         take_back(config, redo, stages, take_over=take_over)
@@ -202,7 +202,7 @@ def _run_with_progress(
     ) as listener:
         result = run_dataset(
             config, listener, stages=stages, restart=restart, executor=executor, take_over=take_over, command=command,
-            joins=joins,
+            is_joining=is_joining,
         )  # fmt: skip
     print_result(result)
     if result.ok and set(choose_stages(config)) <= set(stages):
@@ -241,7 +241,7 @@ def demo(directory: str, overrides: tuple[str, ...]) -> int:
     if is_override(directory):
         directory, overrides = "demo", (directory, *overrides)
     require_writable(Path(directory))
-    config = make_demo(Path(directory), overrides, tell=echo)
+    config = make_demo(Path(directory), overrides, print_line=echo)
     status = conclude(run_configs([config], None))
     if status == OK:
         # `make demo` calls sharmill by its path, because its folder is not on PATH.
@@ -288,4 +288,4 @@ def join_run(run_dir: Path, workers: int | Literal["auto"], device: str | None) 
             f"{paths.path} is a copy of the run directory {own}: name the original, or start a new run here",
             code="no_run_dir",
         )
-    return conclude(run_configs([config], given.stages, commands=[given.command], joins=True))
+    return conclude(run_configs([config], given.stages, commands=[given.command], is_joining=True))

@@ -17,13 +17,13 @@ from sharmill.files.checksums import checksum_bytes
 _MARK: Final = "# Written by sharmill demo, with the checksum {}.\n"
 
 
-def make_demo(directory: Path, overrides: Sequence[str], tell: Callable[[str], None]) -> Config:
+def make_demo(directory: Path, overrides: Sequence[str], print_line: Callable[[str], None]) -> Config:
     """Create the corpus in ``directory / "corpus"`` if necessary, and return its configuration.
 
     The configuration is also written to ``directory / "demo.yaml"``.
 
     Args:
-        tell: function that prints a line for the user.
+        print_line: function that prints a line for the user.
 
     Raises:
         ConfigError: ``demo.yaml`` was edited, or the folder contains other files.
@@ -45,15 +45,15 @@ def make_demo(directory: Path, overrides: Sequence[str], tell: Callable[[str], N
             "choose another directory",
             code="foreign_output",
         )
-    tell(f"creating a synthetic corpus in {directory / 'corpus'}")
+    print_line(f"creating a synthetic corpus in {directory / 'corpus'}")
     corpus = make_corpus(directory / "corpus")
-    tell(
+    print_line(
         f"{corpus.num_records} records, including {corpus.num_bad_records} deliberately bad ones; "
         f"{corpus.audio_seconds / 60:.1f} minutes of speech"
     )
     write_atomic(written, _MARK.format(checksum_bytes(text)).encode() + text)
     if any(codec.model == "builtin" for codec in config.section(EncodeConfig).codecs):
-        tell("note: the codec 'builtin' is a small codec for demonstrations, with low audio quality")
+        print_line("note: the codec 'builtin' is a small codec for demonstrations, with low audio quality")
     return config
 
 

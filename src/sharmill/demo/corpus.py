@@ -237,9 +237,9 @@ def make_corpus(
     marker = directory / _MARKER
     if not directory.exists() or (directory.is_dir() and not any(directory.iterdir())):
         make_folder(directory.absolute().parent)
-        with open_folder_atomic(directory.absolute()) as aside:
-            totals = _build(aside, num_voices=num_voices, utterances_per_voice=utterances_per_voice, seed=seed)
-            (aside / _MARKER).write_text(json.dumps({"arguments": arguments, "totals": totals}, indent=2) + "\n")
+        with open_folder_atomic(directory.absolute()) as temp_dir:
+            totals = _build(temp_dir, num_voices=num_voices, utterances_per_voice=utterances_per_voice, seed=seed)
+            (temp_dir / _MARKER).write_text(json.dumps({"arguments": arguments, "totals": totals}, indent=2) + "\n")
     try:
         content = json.loads(marker.read_bytes())
         made, totals = content["arguments"], content["totals"]

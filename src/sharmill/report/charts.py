@@ -70,7 +70,8 @@ def columns(
     places = list(range(0, len(names), max(1, math.ceil(len(names) / _MOST_LABELS))))
     axes = {
         "xaxis": {
-            "tickvals": places, "ticktext": [_literal(shorten(names[place], _LONGEST_LABEL)) for place in places],
+            "tickvals": places,
+            "ticktext": [_escape_for_plotly(shorten(names[place], _LONGEST_LABEL)) for place in places],
         },
         "bargap": 0.2,
     }  # fmt: skip
@@ -86,7 +87,7 @@ def curves(
     traces, rows = [], []
     for color, (name, points) in enumerate(series):
         traces.append({
-            "type": "scatter", "mode": "lines", "name": _literal(name),
+            "type": "scatter", "mode": "lines", "name": _escape_for_plotly(name),
             "x": [place for place, _ in points], "y": [value for _, value in points],
             "hovertext": _tips(f"{name}: {value:.1%} at {show_number(place)}" for place, value in points),
             "line": {"color": f"c{color % _NUM_COLORS}", "width": 2},
@@ -135,7 +136,7 @@ def _chart(
     } | own  # fmt: skip
     x_axis = line | {
         "showgrid": False, "linecolor": "soft", "showline": True,
-        "title": {"text": _literal(label), "standoff": 6, "font": {"size": 11}},
+        "title": {"text": _escape_for_plotly(label), "standoff": 6, "font": {"size": 11}},
     }  # fmt: skip
     y_axis = line | {"gridcolor": "rule", "nticks": _MOST_TICKS, "rangemode": "tozero"}
     layout |= {"xaxis": x_axis | own.get("xaxis", {}), "yaxis": y_axis | own.get("yaxis", {})}
@@ -148,9 +149,9 @@ def _chart(
 
 
 def _tips(texts: Iterable[str]) -> list[str]:
-    return [_literal(shorten(text, _LONGEST_TIP)) for text in texts]
+    return [_escape_for_plotly(shorten(text, _LONGEST_TIP)) for text in texts]
 
 
-def _literal(text: str) -> str:
+def _escape_for_plotly(text: str) -> str:
     """Return text escaped for plotly, which interprets some HTML elements and entities."""
     return str(escape(plain_text(text)))

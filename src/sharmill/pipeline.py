@@ -131,7 +131,7 @@ def check_config(config: Config, stages: Sequence[str] | None = None, *, restart
     run_dir, dataset_dir = Path(config.run_dir).resolve(), Path(config.dataset_dir).resolve()
     if dataset_dir.is_relative_to(run_dir) or run_dir.is_relative_to(dataset_dir):
         raise ConfigError(
-            "neither of run_dir and dataset_dir may be inside the other: choose separate folders",
+            "run_dir and dataset_dir must not contain each other: choose separate folders",
             code="bad_config_value",
         )
     for run in [run for run in every if run.kind in stages]:
@@ -253,7 +253,7 @@ def _begin(config: Config, request: RunRequest, executor: Executor, *, restart: 
     live = find_workers(run_dir, ranks=executor.waits)
     if live and restart and not take_over:
         raise ConfigError(
-            f"{describe_workers(live)} at work on this run: wait until it ends, or stop it with sharmill cancel "
+            f"this run is in use by {describe_workers(live)}: wait until it ends, or stop it with sharmill cancel "
             f"{run_dir.path}; --restart --take-over starts over at once and discards their work",
             code="locked",
         )
@@ -268,7 +268,7 @@ def _begin(config: Config, request: RunRequest, executor: Executor, *, restart: 
         changed = [key for key in sorted(theirs | ours) if key != "executor" and theirs.get(key) != ours.get(key)]
         if changed:
             raise ConfigError(
-                f"{describe_workers([*live, *map(str, jobs)])} at work on this run with a different configuration "
+                f"this run is in use by {describe_workers([*live, *map(str, jobs)])} with a different configuration "
                 f"({', '.join(changed)} in {run_dir.config}): wait until it ends, or choose another run_dir",
                 code="locked",
             )

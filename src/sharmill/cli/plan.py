@@ -307,7 +307,7 @@ def _print_thresholds(advice: Advice, *, are_copies: bool) -> None:
             note, style = ("recommended", "bold") if chosen else ("", "")
             cells = (f"{one.min_similarity:.2f}", f"{one.context_share:.1%}", wrong, most, note)
             rows.append([plain(cell, style=style) for cell in cells])
-    columns = ("min_similarity", "records with context", "wrong speaker", "upper bound (95%)", "")
+    columns = ("min_similarity", "with context", "wrong speaker", "upper bound (95%)", "")
     print_table("contexts by match.min_similarity", columns, rows, left=("",), no_wrap=columns)
     if advice.misplaced is not None and advice.foreign is not None:
         echo(

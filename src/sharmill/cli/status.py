@@ -484,7 +484,7 @@ def _wait_for_processes(run_dir: RunDir, ended_jobs: Sequence[str]) -> None:
     while live := _find_processes(run_dir, ended_jobs):
         if time.monotonic() > deadline:
             raise FatalError(
-                f"{describe_workers(live)} still running {_SECONDS_TO_END:.0f} s after the run was cancelled: wait, "
+                f"still running {_SECONDS_TO_END:.0f} s after the run was cancelled: {describe_workers(live)}; wait, "
                 "then cancel again",
                 code="locked",
             )

@@ -27,8 +27,8 @@ from tenacity import wait_none
 
 from sharmill.cli.main import main
 
-# A shell starts what goes on in the background with this signal ignored, and every process of the tests would inherit
-# that: those of interrupts then fail.
+# Shells start background processes with this signal ignored, which all test processes would inherit; tests of
+# interrupts would then fail.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 # On a busy machine any example may take a while.
 settings.register_profile("no deadline", deadline=None)
@@ -78,7 +78,7 @@ def audio_root(tmp_path_factory):
 
 @pytest.fixture
 def small_disk(tmp_path):
-    """Returns a function: size -> a folder that is a file system of its own; skips where that is not permitted."""
+    """Returns a function: size -> a folder on a separate file system; skips if mounting is not permitted."""
     mounted = []
 
     def mount(size: str) -> Path:
@@ -190,7 +190,7 @@ def _seven(folder: Path) -> Project:
 
 @pytest.fixture
 def call(capsys, monkeypatch):
-    """Calls a command in this process; returns its exit status, and what it printed on both streams."""
+    """Calls a command in this process; returns its exit status and its output on both streams."""
     monkeypatch.setattr("signal.signal", lambda *arguments: None)
     monkeypatch.setenv("COLUMNS", "200")
 

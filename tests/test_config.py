@@ -1,4 +1,4 @@
-"""The configuration: what is read, what is refused, by code and key. (Of strangers: ``security``.)"""
+"""Configuration files: accepted and refused values, by code and key. Untrusted files are tested in ``security``."""
 
 import re
 from collections.abc import Sequence
@@ -133,7 +133,7 @@ REFUSED_TEXTS = [
     ),
     ("speaker_key: ???", "bad_config_value", ["speaker_key"]),
 ]
-# Keys of each type of number, and words of what is allowed.
+# Keys by type of number, with words of the allowed values.
 NUMBERS = {
     "prepare.min_duration": "a finite number of at least 0", "prepare.max_duration": "a finite number, null",
     "match.batch_seconds": "a finite number above 0", "max_reject_fraction": "a finite number of at least 0 and of",
@@ -385,7 +385,7 @@ def test_without_sources_only_stages_of_a_dataset_are_chosen(write):
         ("write: {num_shards: 7}", (None, 7, None)),
         ("write: {shard_seconds: 3600}", (None, None, 3600.0)),
         ("write: {shard_size: null, num_shards: 7}", (None, 7, None)),
-        # A key of the command line replaces that of the file.
+        # A key on the command line replaces the key of the file.
         ("write: {shard_size: 7} write.num_shards=4", (None, 4, None)),
         ("write: {num_shards: 7} write.shard_seconds=4", (None, None, 4.0)),
         ("write: {num_shards: 7} write.shard_size=~", (None, 7, None)),

@@ -40,7 +40,7 @@ def installed(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def tiny(installed, monkeypatch):
-    """The package can be imported, and Python sees what it declares."""
+    """The package is importable, and Python sees its entry points."""
     monkeypatch.syspath_prepend(str(installed))
     yield importlib.metadata.distribution("tiny-speech")
     sys.modules.pop("tiny_speech", None)

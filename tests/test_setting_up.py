@@ -1,4 +1,4 @@
-"""``make venv``: it says what it does, takes uv, and falls back to pip aloud. Real installing is tried by CI itself."""
+"""``make venv``: it announces its steps, uses uv, and falls back to pip with a message. CI tests real installation."""
 
 import os
 import shutil
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from support.project import REPOSITORY
 
-# A Python that makes an environment whose programs write down how they were called, and fail where they are told to.
+# A Python stub that creates an environment of programs which record their calls and fail on request.
 PYTHON = """#!/bin/sh
 if [ "$1" = -VV ]; then echo Python 3.fake; exit 0; fi
 if [ "$2" != venv ]; then exit 0; fi
@@ -42,7 +42,7 @@ def checkout(tmp_path) -> Path:
 
 
 def make(checkout: Path, **environment: str) -> tuple[int, str, list[str]]:
-    """Run ``make venv``: its exit status, what it says, and the calls that it makes."""
+    """Run ``make venv``; return its exit status, its output, and the calls that it makes."""
     outside = checkout.parent
     calls = outside / "calls"
     calls.unlink(missing_ok=True)

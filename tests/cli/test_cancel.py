@@ -1,4 +1,4 @@
-"""`sharmill cancel`: it ends what is at work in a run directory, and nothing else."""
+"""`sharmill cancel`: it stops the processes and jobs of a run directory, and nothing else."""
 
 import json
 import os
@@ -67,7 +67,7 @@ def test_a_process_that_holds_the_lock_ends_and_leaves_it(run_dir, kernel):
 
 
 def leave_lock(run_dir, **record):
-    """Leave the lock of a process, as the file of a stranger may name it."""
+    """Write the lock file of a process, as an untrusted file may contain it."""
     (run_dir / ".sharmill-lock").mkdir()
     (run_dir / ".sharmill-lock/owner-1.json").write_text(json.dumps({"host": "node7", "lease_seconds": 0.5} | record))
 
@@ -166,7 +166,7 @@ def test_no_job_ends_by_an_id_that_may_be_of_another_run(run_dir, jobs, words, c
 
 
 def test_a_lock_of_a_driver_job_killed_on_another_host_expires(run_dir, jobs):
-    """While its process goes on it still writes, so that no claim may go."""
+    """A live process still writes, so its claims must be kept."""
     leave_lock(run_dir, pid=77, kernel="another", job="SLURM job 13")
     assert cancel(run_dir, environment=jobs[1]).returncode == 0
     assert lock_owner(run_dir) is None

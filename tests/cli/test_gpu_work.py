@@ -1,6 +1,6 @@
-"""How much GPUs work, what holds them up, and how many cores they need: in ``status``, on the page, in ``plan``.
+"""GPU utilization, bottlenecks and necessary cores in ``status``, in ``plan`` and on the page.
 
-The GPU is simulated: the stage takes its device for one.
+The GPU is simulated: the stage treats its device as a GPU.
 """
 
 import time

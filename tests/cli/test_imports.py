@@ -21,7 +21,7 @@ sys.meta_path.insert(0, Watch())
 
 @pytest.fixture(scope="module")
 def project(tmp_path_factory):
-    """Returns a function: arguments -> what the command and its ranks have imported, by the watch above."""
+    """Returns a function: arguments -> modules imported by the command and its ranks."""
     folder = tmp_path_factory.mktemp("imports")
     (folder / "watch").mkdir()
     (folder / "watch/sitecustomize.py").write_text(WATCH)

@@ -138,7 +138,7 @@ def test_a_dataset_that_stops_does_not_stop_the_next(config, call, tmp_path):
     assert (status, errors) == (1, ["first", "second"])
 
 
-# Which commands there are is told without any of them; what one imports to tell of itself, it needs in any case.
+# The list of commands is printed without importing them; a command's own help may import light packages.
 LIGHT = ("numpy", "omegaconf", "rich")
 
 

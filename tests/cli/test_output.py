@@ -30,7 +30,7 @@ def done(tmp_path_factory):
 
 @pytest.fixture
 def printed(call):
-    """Returns a function: arguments of a command that goes well -> what it prints."""
+    """Returns a function: arguments of a successful command -> its output."""
 
     def show(*arguments) -> str:
         status, out, err = call(*arguments)

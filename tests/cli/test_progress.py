@@ -1,4 +1,4 @@
-"""Progress in terminals of 80 and more columns, and as lines where the output is no terminal."""
+"""Progress in terminals of 80 and more columns, and as lines without a terminal."""
 
 import io
 from types import SimpleNamespace

@@ -86,7 +86,7 @@ def put_rank(stage, rank, *, started, updated, pid=1234, **values):
 
 @pytest.fixture
 def shown(stage, call, monkeypatch):
-    """Returns a function: columns of the terminal -> what the command prints about the run of ``stage``."""
+    """Returns a function: columns of the terminal -> status output for the run of ``stage``."""
 
     def show(width=160):
         monkeypatch.setenv("COLUMNS", str(width))
@@ -113,7 +113,7 @@ def test_units_done_running_failed_and_left(stage, noon, call, shown):
     assert [call("status", stage.run_dir.path, *options)[0] for options in ([], ["--check"])] == [0, 1]
 
 
-# Heartbeats of ranks that began 100 s ago, the row of prepare and what stands below the table.
+# Heartbeats of ranks that started 100 s ago, the row of prepare, and lines below the table.
 RANKS = {
     # Two ranks with 2 records in 100 s each leave 6 of 8 records for 150 s.
     "two": ([{"cost_done": 2.0}, {"cost_done": 2.0}], "under way 1/4 3 2/8 records 1 0:02:30",
@@ -244,7 +244,7 @@ def test_a_late_unit_is_named_and_hides_the_time_left(stage, noon, shown):
     (ledger,) = stage.ranks.ledger.iterdir()
     ledger.write_bytes(msgspec.json.encode(msgspec.json.decode(ledger.read_bytes()) | {"seconds": 4.0}) + b"\n")
     put_rank(stage, 0, started=noon - 300, updated=noon - 100, unit=1, unit_began=noon - 130, cost_done=2.0)
-    # Two records at one in two seconds; a file of 30 s ago says that the unit had taken 30 s.
+    # Two records take four seconds. The heartbeat file is 30 s old, and the unit had taken 30 s then.
     os.utime(heartbeat(stage, 0), (noon - 30, noon - 30))
     assert StageReader(stage).read().late == []
     # It takes longer than it should already, and will hardly end at once.

@@ -52,7 +52,7 @@ def test_dry_run_shows_known_jobs_and_a_line_per_later_stage(make_config, call, 
 
 
 def test_a_partial_run_names_finished_and_remaining_stages(make_config, call):
-    """A second run, which has nothing to do, says the same; submit and status show what a run has noted."""
+    """A second run without work prints the same; submit and status show the recorded outcome."""
     config, path = make_config("a")
     told = []
     for names in (["prepare"], ["prepare", "write"], ["prepare"], []):

@@ -1,4 +1,4 @@
-"""``sharmill work``, and what a second ``run`` may do beside one that is at work."""
+"""``sharmill work``, and a second ``run`` beside a running one."""
 
 import os
 import signal
@@ -123,5 +123,5 @@ def test_another_configuration_beside_live_ranks_is_refused(at_work):
     assert f"process {os.getpid()} on" in refused.stderr
     assert "a different configuration (write in" in refused.stderr
     assert (at_work / "run/resolved_config.yaml").read_text() == before
-    # How many ranks there are is not part of it.
+    # The number of ranks may differ.
     assert run(at_work, "executor.workers=2").returncode == 0

@@ -1,4 +1,4 @@
-"""The corpus of the demo: what is in it, the same bytes each time, and refusals in a line."""
+"""The demo corpus: its contents, identical bytes each time, and refusals in one line."""
 
 import hashlib
 import itertools
@@ -40,7 +40,7 @@ def digests(directory: Path) -> dict[str, str]:
 
 
 def spoken(*, reverse: bool) -> dict[str, str]:
-    """One digest for each text and voice, spoken in one order or the other."""
+    """Return a digest for each text and voice, independent of the order of synthesis."""
     espeak = Espeak()
     jobs = list(itertools.product(TEXTS, VOICES.items()))
     return {

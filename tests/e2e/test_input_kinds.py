@@ -92,7 +92,7 @@ class Kind:
         """Make the file below the audio root, and return the records."""
         path = self.file(root)
         self.make(path)
-        # The kind comes first, so that it is in what is left of a record that is cut off.
+        # The kind comes first, so that it is in the kept part of a long record.
         good = {"kind": self.name, "audio_filepath": path.name, "duration": 2.0, "text": f"Text of {path.stem}.",
                 "speaker": speaker_tag("anna")}  # fmt: skip
         made = [{key: value for key, value in (good | one).items() if value is not ...} for one in self.changes]
@@ -100,7 +100,7 @@ class Kind:
 
 
 def audio(name: str, outcome: str, make: Callable[[], bytes], **changes: Any) -> Kind:
-    """Return a kind of audio file, with a record that does not know of it."""
+    """Return a kind of audio file, with the record of a good file."""
     return Kind(name, [outcome], lambda path: path.write_bytes(make()), [changes])
 
 
@@ -110,7 +110,7 @@ def entry(name: str, outcome: str, **changes: Any) -> Kind:
 
 
 def line(name: str, outcome: str, make: Callable[[bytes], bytes]) -> Kind:
-    """Return a kind of line, made of the line of a good record."""
+    """Return a kind of line, derived from the line of a good record."""
     return Kind(name, [outcome] if outcome else [], line=make)
 
 
@@ -141,7 +141,7 @@ def later(name: str, outcome: str, after: str, spoil: Callable[[Path], object]) 
 
 
 def two_of_a_voice(path: Path) -> None:
-    """Make two utterances of one voice, each the other's context."""
+    """Create two utterances of one voice, each being the context of the other one."""
     for seed, name in enumerate((path.name, "stays.wav")):
         put(path.parent / name, voice(4.0, seed=seed))
 

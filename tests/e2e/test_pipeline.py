@@ -1,4 +1,4 @@
-"""Manifest to dataset by the command line: what lhotse says of it, and what becomes of a run that is disturbed."""
+"""Manifest to dataset on the command line: reading with lhotse, and disturbed runs."""
 
 import json
 import math
@@ -105,7 +105,7 @@ def test_ranks_log_at_the_level_that_is_asked_for_in_any_run(workers, level, cou
     run_sharmill("run", config, "prepare", *settings)
     logs = "".join(path.read_text() for path in (tmp_path / "run/prepare/logs").glob("rank-*.log"))
     assert (logs.count("unit 0 starts"), logs.count("missing_audio of ")) == (1, count)
-    # The level is not part of what a run is.
+    # The log level is not part of a run's identity.
     run_sharmill("run", config, "prepare", "executor.log_level=ERROR")
 
 

@@ -1,4 +1,4 @@
-"""The same real speech in the form of every source, through all stages: each dataset has what the plain one has."""
+"""Real speech in the form of every source, through all stages: each dataset equals the plain one."""
 
 import numpy as np
 import pytest
@@ -52,7 +52,7 @@ def build(folder, form, records, **keys):
 
 
 def facts(dataset):
-    """The text, speaker and length of every cut, by its text, and those of its context."""
+    """Return the speaker and length of every cut and its context, by text."""
     found = {}
     for cut in open_shar(dataset, []):
         (said,) = cut.supervisions
@@ -78,7 +78,7 @@ def test_other_input_forms_give_the_dataset_of_a_plain_manifest(form, plain, rec
     made = build(tmp_path, form, records)
     assert len(facts(made)) == len(records)
     if form == "lhotse_shar":
-        # Its writer encodes the audio anew: the samples are the same.
+        # The writer of this source encodes the audio again, with the same samples.
         expected = {cut.supervisions[0].text: cut.load_target_audio() for cut in open_shar(plain)}
         for cut in open_shar(made):
             np.testing.assert_array_equal(cut.load_target_audio(), expected[cut.supervisions[0].text])

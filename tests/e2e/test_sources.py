@@ -1,4 +1,4 @@
-"""Speech from where it lies, through the real stages to a validated dataset."""
+"""Speech in its original place, through the real stages to a validated dataset."""
 
 import gzip
 import json

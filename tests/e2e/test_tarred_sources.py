@@ -14,7 +14,7 @@ SECONDS = [2.0, 1.5, 2.5, 1.0, 3.0, 2.0]
 
 @pytest.mark.slow
 def test_nemos_data_loader_sees_the_same_utterances(project, tmp_path):
-    """Through ``get_lhotse_dataloader_from_config``, with what NeMo's configurations have."""
+    """Load the dataset with ``get_lhotse_dataloader_from_config``, with keys of NeMo's configurations."""
     loading = pytest.importorskip("nemo.collections.common.data.lhotse.dataloader")
     omegaconf = pytest.importorskip("omegaconf")
     for number, seconds in enumerate(SECONDS):

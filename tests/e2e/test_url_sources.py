@@ -36,7 +36,7 @@ def _no_proxy(monkeypatch):
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory):
-    """A folder of audio, and a server of it."""
+    """A folder of audio, and a server for it."""
     folder = tmp_path_factory.mktemp("corpus")
     records = []
     for number in range(6):
@@ -89,7 +89,7 @@ def test_urls_are_rejected_unless_a_root_is_one(corpus, tmp_path):
 
 @pytest.fixture
 def stored(corpus, tmp_path):
-    """A store with a manifest and its audio, and the configuration of a run of them, which keeps its copies aside."""
+    """A store with a manifest and audio, and a run's configuration with a separate cache folder."""
     folder, _ = corpus
     with S3Store() as store:
         store.upload(folder / "audio", "audio")

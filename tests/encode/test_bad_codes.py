@@ -1,4 +1,4 @@
-"""A codec that gives no codes for a segment: what is noted, what its cuts are, who reads them, and who is to blame."""
+"""A codec without codes for a segment: rejects, cuts, readers, and the cause of the failure."""
 
 import json
 import logging
@@ -63,7 +63,7 @@ def encode(config):
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
-    """A dataset in which the target of cut 5 and the context of cut 0 have no codes but those of ``good``."""
+    """A dataset in which the target of cut 5 and the context of cut 0 have codes only of ``good``."""
     project, _ = make(tmp_path_factory.mktemp("bad"), [1.0] * 5 + [4.0], unit_seconds=5.0)
     path = project.folder / "config.yaml"
     return (

@@ -1,4 +1,4 @@
-"""Codecs that find no memory, and segments that are too long for a device: cut where that gives the same codes."""
+"""Codecs that run out of memory, and segments that are too long for a device: cut into pieces if codes stay equal."""
 
 import dataclasses
 import weakref
@@ -17,7 +17,7 @@ LACK = torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 G
 
 
 class SmallDevice(ToyCodec):
-    """A codec on a device with memory for so many samples at once."""
+    """A codec on a device with memory for a limited number of samples."""
 
     def __init__(self, samples: int, error: Exception = LACK) -> None:
         super().__init__()
@@ -110,7 +110,7 @@ def test_a_segment_too_long_for_the_device_costs_its_unit_alone(make_config):
 
 
 class FullOnce(ToyCodec):
-    """A codec on a device that is full in the first batch, and in each while what that one has allocated is kept."""
+    """A codec on a device that is full in the first batch, and in later ones while memory of the first is kept."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Each unique stored segment goes through a codec once; what depends on its codes is assembled again."""
+"""Each unique stored segment is encoded once, and shards are assembled again if its codes change."""
 
 import dataclasses
 from itertools import pairwise

@@ -164,7 +164,7 @@ LAST_TARGETS = "target_audio/recording.000001.tar"
     ("damage", "is_own"), [("flipped bit in the audio", True), ("gone", True), *((damage, False) for damage in DAMAGES)]
 )
 def test_damaged_audio_fails_the_units_that_read_it(project, config, tmp_path, damage, is_own):
-    """They are those of the codec if the run has written the dataset; else the survey reads all files before."""
+    """The first units are the codec's if the run wrote the dataset; otherwise the survey reads all files first."""
     config = config.with_section(EncodeConfig(unit_seconds=0.3))
     if not is_own:
         config = dataclasses.replace(config, run_dir=str(tmp_path / "other"))

@@ -36,7 +36,7 @@ def reported(tmp_path_factory):
 
 @pytest.fixture(autouse=True, scope="module")
 def toy():
-    """The codec that made the codes is what is loaded, whatever its name: no model in any of these tests."""
+    """The codec that made the codes is always loaded, whatever its name, so these tests need no model."""
     with mock.patch("sharmill.models.load_codec", return_value=DecodingToy()) as load:
         yield load
 

@@ -1,4 +1,4 @@
-"""Audio made up for tests: samples, good, odd and bad files as bytes, and what comes of them."""
+"""Synthetic audio for tests: samples, and good, odd and bad files as bytes."""
 
 import io
 import struct
@@ -60,7 +60,7 @@ def reason_of(function, *arguments) -> str:
 
 
 def read(path, start=0, num_samples=None, channel=None) -> tuple[np.ndarray, int]:
-    """The samples of a file, or of a part of it, and its sampling rate."""
+    """Return the samples of a file or of a part of it, and the sampling rate."""
     with open_recording(path) as recording:
         return recording.read(start, num_samples, channel), recording.info.sampling_rate
 
@@ -142,14 +142,14 @@ def recording(format: str = "WAV", subtype: str = "PCM_16", *, rate: int = 16000
 
 
 def chunk(name: bytes, data: bytes, size: int | None = None) -> bytes:
-    """A RIFF chunk, padded to an even length; ``size`` is what its header says instead of the truth."""
+    """Return a RIFF chunk, padded to an even length; ``size`` replaces the true size in its header."""
     return name + struct.pack("<I", len(data) if size is None else size) + data + bytes(len(data) % 2)
 
 
 def wav(data: bytes | None = None, *, kind: int = 1, channels: int = 1, rate: int = 16000, bits: int = 16,
         block: int | None = None, data_size: int | None = None, before: bytes = b"",
         after: bytes = b"") -> bytes:  # fmt: skip
-    """A WAV whose header says what it is told to say, with further chunks before and after the samples."""
+    """Return a WAV file with the given header values, and with further chunks before and after the samples."""
     data = pcm() if data is None else data
     block = channels * bits // 8 if block is None else block
     header = struct.pack("<HHIIHH", kind, channels, rate, rate * block & 0xFFFFFFFF, block & 0xFFFF, bits)

@@ -71,7 +71,7 @@ def damaging(function: Callable[..., object]) -> Callable[..., Damage]:
 
 @damaging
 def all_of(dataset: Path, *damages: Damage) -> None:
-    """One after the other."""
+    """Apply several kinds of damage in order."""
     for each in damages:
         each(dataset)
 
@@ -106,13 +106,13 @@ def remove_files(dataset: Path, *names: str) -> None:
 
 @damaging
 def take_files(dataset: Path, *names: str, other: str = "foreign") -> None:
-    """A file, or the files of a field, become those of another dataset beside this one."""
+    """Replace a file, or the files of a field, by files of another dataset beside this one."""
     for name in names:
         for path in [dataset / name] if (dataset / name).is_file() else (dataset / name).iterdir():
             shutil.copyfile(dataset.with_name(other) / path.relative_to(dataset), path)
 
 
-# Changes of what a file holds: by the name of the file and a function of its bytes, members, items, lines or cuts.
+# Changes of a file's contents, given its name and a function of its bytes, members, items, lines or cuts.
 
 
 @damaging
@@ -179,12 +179,12 @@ def _at(number: int, change: Callable[[Any], Any]) -> Callable[[list[Any]], list
 
 
 def _changed(old: Callable[[str], Any], keys: dict[str, Any]) -> dict[str, Any]:
-    """New values of keys: values, or functions of what was there."""
+    """New values of keys, or functions of the old values."""
     return {key: value(old(key)) if callable(value) else value for key, value in keys.items()}
 
 
 def _merge(old: dict[str, Any], keys: dict[str, Any]) -> dict[str, Any]:
-    """A mapping with changed keys; those to ``...`` are removed."""
+    """Return a mapping with changed keys; keys set to ``...`` are removed."""
     return {key: value for key, value in {**old, **_changed(old.get, keys)}.items() if value is not ...}
 
 
@@ -201,7 +201,7 @@ def change_header(name: str, number: int, /, **fields: Any) -> Damage:
 
 
 def change_item(name: str, number: int = 0, /, **fields: Any) -> Damage:
-    """Changes fields of one item, each by a value, or a function of what it was."""
+    """Change fields of one item, each to a value or by a function of the old value."""
     return change_items(name, _at(number, lambda item: replace(item, **_changed(partial(getattr, item), fields))))
 
 
@@ -251,7 +251,7 @@ def swap_data(items: list[Item]) -> list[Item]:
 
 
 def change_cut(name: str, /, **keys: Any) -> Damage:
-    """Changes keys of the first cut; those to ``...`` are removed, and functions are called with what was there."""
+    """Change keys of the first cut; keys set to ``...`` are removed, and functions get the old value."""
     return change_cuts(name, _at(0, lambda cut: _merge(cut, keys)))
 
 
@@ -260,7 +260,7 @@ def change_supervision(name: str, /, **keys: Any) -> Damage:
 
 
 def change_custom(name: str, number: int = 0, /, **keys: Any) -> Damage:
-    """Changes keys of what a cut's supervision has of the manifest and of the context."""
+    """Change custom keys of a cut's supervision."""
 
     def changed(cut: dict[str, Any]) -> dict[str, Any]:
         (supervision,) = cut["supervisions"]

@@ -31,7 +31,7 @@ def make_speech(folder: Path) -> Path:
 
 @dataclass(frozen=True)
 class Example:
-    """The training example with a small model, and what it logged."""
+    """The training example with a small model, and its log."""
 
     config: Path
     out_dir: Path
@@ -69,7 +69,7 @@ class Example:
         return ids
 
     def saved_step(self) -> int:
-        """The step of the newest checkpoint, 0 where there is none."""
+        """Return the step of the newest checkpoint, or 0 without one."""
         folder = self.out_dir / "checkpoints"
         steps = [int(path.name.removeprefix("step-")) for path in folder.glob("step-*")]
         return max(steps, default=0)

@@ -337,7 +337,7 @@ def model_settings(models: dict[str, str], **encoder: int) -> dict[str, Any]:
 
 
 def train(kind: str, settings: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Train as NeMo's salm_train.py and s2s_duplex_train.py do; return what each step gave."""
+    """Train like NeMo's salm_train.py and s2s_duplex_train.py; return the result of each step."""
     from lightning.pytorch import Callback, Trainer
     from nemo.collections.speechlm2 import SALM, DataModule, DuplexS2SDataset, DuplexS2SModel, SALMDataset
     from nemo.utils.trainer_utils import resolve_trainer_cfg

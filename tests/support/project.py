@@ -1,5 +1,5 @@
-"""Projects as users have them, small: a corpus, a configuration, runs of stages and of ``sharmill``, a dataset, and
-what tests assert about them.
+"""Small projects like those of users: a corpus, a configuration, runs of stages and of ``sharmill``, a dataset, and
+common assertions.
 """
 
 import dataclasses
@@ -56,10 +56,10 @@ from sharmill.validate.stage import Subject, ValidateConfig, ValidateStage
 
 TESTS = Path(__file__).parents[1]
 REPOSITORY = TESTS.parent
-# Real speech and a test cluster, beside the repository; what needs them skips where they are absent.
+# Real speech and a test cluster are outside the repository; tests that need them are skipped if they are absent.
 DATA = REPOSITORY.parent / "shared/data"
 LIBRISPEECH = DATA / "librispeech_10x10"
-# Models that cost nothing, not even an import of torch where they are only named.
+# Models without cost; they are not even imported if they are only named.
 TINY_ENCODER = "python:support.plugin.tiny_speech:TinyEncoder"
 TINY_CODEC = "python:support.plugin.tiny_speech:TinyCodec:50"
 
@@ -80,12 +80,12 @@ def raises(kind: type[SharmillError], code: str, *names: str) -> Iterator[pytest
 
 
 def examples(count: int) -> int:
-    """Return the number of examples for hypothesis: a fifth where ``EXAMPLES=quick`` is set, as `make test` does."""
+    """Return the number of examples for hypothesis: a fifth if ``EXAMPLES=quick`` is set, as in `make test`."""
     return max(1, count // 5) if os.environ.get("EXAMPLES") == "quick" else count
 
 
 def within(seconds: float) -> float:
-    """Return the limit on this machine, now, for what may take ``seconds`` on an idle one."""
+    """Return the present time limit on this machine for work that takes ``seconds`` on an idle one."""
     return seconds * max(1.0, 2 * os.getloadavg()[0] / (os.cpu_count() or 1))
 
 
@@ -414,7 +414,7 @@ class ToyCodec:
 
 @contextmanager
 def loading(codec: Any) -> Iterator[None]:
-    """Make ``codec`` what is loaded, whatever its name."""
+    """Make every codec name load ``codec``."""
     with mock.patch("sharmill.encode.stage.load_codec", return_value=codec):
         yield
 
@@ -545,7 +545,7 @@ def read_with_lhotse(directory: Path, *codecs: str) -> CutSet:
 
 
 def outcome(folder: Path) -> tuple[dict[str, bytes], bytes]:
-    """Return what must not depend on the executor: dataset and rejects of a configuration by ``write_config``."""
+    """Return the dataset and rejects of a ``write_config`` configuration, which must not depend on the executor."""
     return snapshot(folder / "dataset"), (folder / "run/rejects.jsonl").read_bytes()
 
 
@@ -570,7 +570,7 @@ def damage_shard(folder: Path) -> Path:
 
 
 def second_dataset() -> dict[str, Any]:
-    """Return changes for ``write_config``: no contexts, and real speech or, where there is none, the same corpus."""
+    """Return changes for ``write_config``: no contexts, and real speech if available."""
     changes: dict[str, Any] = {"name": "other", "match": None, "write": {"shard_size": 5}}
     if LIBRISPEECH.is_dir():
         source = {"manifest": str(LIBRISPEECH / "manifest.json"), "audio_root": str(LIBRISPEECH / "audio")}
@@ -582,7 +582,7 @@ def second_dataset() -> dict[str, Any]:
 
 
 def add_distribution(site: Path, name: str, version: str, entry_points: str = "") -> None:
-    """Write the metadata of a distribution, or of another version of it, into a folder as pip does."""
+    """Write the metadata of a distribution, optionally of another version, into a folder like pip."""
     folder = site / f"{name.replace('-', '_')}-0.dist-info"
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
@@ -590,7 +590,7 @@ def add_distribution(site: Path, name: str, version: str, entry_points: str = ""
 
 
 def install(patch: pytest.MonkeyPatch, site: Path, package: str, version: str | None = None) -> None:
-    """Install a package of ``tests/plugins``, whose metadata lie in the folder ``site`` then."""
+    """Install a package of ``tests/plugins`` by writing its metadata to the folder ``site``."""
     project = tomllib.loads((TESTS / "plugins" / package / "pyproject.toml").read_text())["project"]
     groups = project["entry-points"].items()
     texts = [f"[{group}]\n" + "".join(f"{name} = {at}\n" for name, at in named.items()) for group, named in groups]

@@ -25,13 +25,13 @@ NODE = {"node_ip_address": "127.0.0.1", "object_store_memory": 100_000_000, "inc
 
 
 def patiently(start: Callable[..., Any], **options: Any) -> Any:
-    """Starts a node anew where it does not come up within the 30 s that Ray gives it: the machine may be busy."""
+    """Start a node again if it is not up within Ray's 30 s, since the machine may be busy."""
     return Retrying(stop=stop_after_attempt(3), reraise=True)(start, **options)
 
 
 @pytest.fixture(scope="session")
 def ray_folder() -> Iterator[Path]:
-    """Ray's files; its sockets lie there, and the names of sockets must be short."""
+    """Folder for Ray's files and sockets, whose names must be short."""
     folder = Path(tempfile.mkdtemp(prefix="sr-", dir="/tmp"))
     yield folder
     shutil.rmtree(folder, ignore_errors=True)
@@ -39,7 +39,7 @@ def ray_folder() -> Iterator[Path]:
 
 @pytest.fixture(scope="session")
 def cluster(ray_folder: Path) -> Iterator[Any]:
-    """A cluster with one node of two CPUs; tests may add nodes and remove what they have added."""
+    """A cluster with one node of two CPUs; tests may add nodes and remove them again."""
     before = dict(os.environ)
     os.environ.update(LOOPBACK, RAY_TMPDIR=str(ray_folder))
     import ray

@@ -1,4 +1,4 @@
-"""A training script that does what NeMo's examples/speechlm2/s2s_duplex_train.py does, on CPUs."""
+"""Training script equivalent to NeMo's examples/speechlm2/s2s_duplex_train.py, on CPUs."""
 
 import torch
 from lightning.pytorch import Trainer

@@ -8,7 +8,7 @@ import pytest
 
 
 def run_with_shm(options: str, *arguments: Any, seconds: float = 120) -> subprocess.CompletedProcess[str]:
-    """Run Python with these options of tmpfs for /dev/shm; skip where nothing may be mounted."""
+    """Run Python with /dev/shm mounted with these tmpfs options; skip if mounting is not permitted."""
     mount = ["unshare", "-m", "sh", "-c", f'mount -t tmpfs -o {options} tmpfs /dev/shm && exec "$@"', "sh"]
     command = [*mount, sys.executable, *map(str, arguments)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=seconds)

@@ -255,13 +255,13 @@ def read_raw(source: Source, size: int = 100) -> list[RawRecord]:
 
 
 def read(source: Source, size: int = 100) -> list[Any]:
-    """The records as objects, and those that cannot be read."""
+    """Return the records as objects, and the records that cannot be read."""
     rows = read_raw(source, size)
     return [row if isinstance(row, UnreadableRecord) else json.loads(record_text(row)) for row in rows]
 
 
 def contents(source: Source, folder: Path, size: int = 2) -> list[Any]:
-    """The records of what lies in containers below a folder, with their bytes under "audio"; else (reason, detail)."""
+    """Return the records in containers below a folder, with their bytes under "audio", or (reason, detail) instead."""
     found: list[Any] = []
     for raw in read_raw(source, size):
         if isinstance(raw, UnreadableRecord):

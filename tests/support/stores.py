@@ -136,7 +136,7 @@ class Store:
         return Response(self.error.format(status=status, message=message or _CODES[status]), status)
 
     def send(self, request: Request, key: str, **headers: str) -> Response:
-        """Return an object, or the range of it that is asked for."""
+        """Return an object, or the requested range of it."""
         response = Response(self.get(key), headers=headers, content_type="application/octet-stream")
         return response.make_conditional(request, accept_ranges=True, complete_length=len(self.get(key)))
 
@@ -153,7 +153,7 @@ def _misbehave(body: bytes, fault: Fault) -> Iterator[bytes]:
 
 
 def forget_clients() -> None:
-    """Have fsspec and lhotse make clients anew, which keep the endpoint and the credentials of their first use."""
+    """Make fsspec and lhotse create new clients, since a client keeps the endpoint and credentials of its first use."""
     for filesystem in fsspec.registry.values():
         filesystem.clear_instance_cache()
     if lhotse := sys.modules.get("lhotse.serialization"):

@@ -1,4 +1,4 @@
-"""Links, FIFOs and things of other users, put in the place of what sharmill writes."""
+"""Links, FIFOs and files of other users that take the names of sharmill's output files."""
 
 import os
 import shutil
@@ -20,7 +20,7 @@ TAKERS: dict[str, Callable[[Path, Path], object]] = {
 
 
 def state_of(folder: Path) -> dict[str, tuple[object, ...]]:
-    """Return what there is of the files of a folder: mode, owner, time, and bytes."""
+    """Return the mode, owner, time and bytes of the files of a folder."""
     found = {}
     for path in (folder, *folder.rglob("*")):
         status = path.lstat()
@@ -30,7 +30,7 @@ def state_of(folder: Path) -> dict[str, tuple[object, ...]]:
 
 
 def take(path: Path, kind: str, elsewhere: Path) -> None:
-    """Put a thing of a kind in the place of a name, and what is there elsewhere."""
+    """Put an object of a kind in place of a name, with its target elsewhere."""
     (elsewhere / "folder").mkdir(parents=True)
     (elsewhere / "folder/file").write_text("mine")
     if path.is_dir():

@@ -24,7 +24,7 @@ from sharmill.pipeline import DatasetResult
 from support.toy_stage import ToyStage, output_bytes, run as run_locally, wait_until
 
 REPOSITORY = Path(__file__).parents[2]
-# Not part of the repository: what needs it skips where it is absent.
+# The cluster is not part of the repository; tests that need it are skipped if it is absent.
 SHARED = REPOSITORY.parent / "shared"
 KILL_NODE = SHARED / "slurm" / "kill_node.sh"
 # Jobs import the modules of tests that define stages.
@@ -32,7 +32,7 @@ SETUP = [f"export PYTHONPATH={os.environ['PYTHONPATH']}:{REPOSITORY}", "export O
 
 
 class MortalStage(ToyStage):
-    """Ends the advance jobs that finalize it, one after the other, in the ways that were marked as ``ends``."""
+    """End the driver jobs that finalize the stage, in the ways given by the marks ``ends``."""
 
     def finalize(self, run: StageRun) -> Totals:
         ends, ended = self.marked("ends"), self.marked("ended")
@@ -60,7 +60,7 @@ class MiddleStage(ToyStage):
 
 @dataclass(frozen=True)
 class ToyDataset:
-    """A dataset of one toy stage, or of several: ``later`` are those behind it."""
+    """A dataset of one toy stage, or of several, with ``later`` as the dependent stages."""
 
     stage: ToyStage
     later: tuple[ToyStage, ...] = ()
@@ -123,7 +123,7 @@ def why_no_cluster() -> str:
 
 
 def make_profile(**changes: Any) -> ClusterProfile:
-    """Four ranks that need little, for stages of any size; ``partition`` and the other values of ranks go to them."""
+    """Return a profile with four small ranks for stages of any size; further values are passed to the ranks."""
     cluster = {key: changes.pop(key) for key in list(changes) if key in ClusterProfile.__dataclass_fields__}
     ranks = RankProfile(**({"partition": "cpu", "max_ranks": 4, "memory_gb": 0.25, "timeout_min": 60} | changes))
     return ClusterProfile(

@@ -249,7 +249,7 @@ def _break_context() -> Exception:
     return broken[0]
 
 
-# Behaviours that are an error each: what makes it.
+# Behaviours that raise an error: functions that create it.
 _ERRORS: dict[str, Callable[[], Exception]] = {
     "memory": partial(MemoryError, "93 TiB are not to be had"),
     "device": partial(RuntimeError, "CUDA error: all CUDA-capable devices are busy or unavailable"),
@@ -411,7 +411,7 @@ ECC = "CUDA error: uncorrectable ECC error encountered"
 
 
 class LookingAhead(GpuStage):
-    """Notes for each unit the one that its rank is told to expect behind it, and how many cores the rank has."""
+    """Record for each unit the next unit announced to its rank, and the rank's number of cores."""
 
     def open(self, run: StageRun, device: str) -> Processor:
         processor = super().open(run, device)
@@ -421,7 +421,7 @@ class LookingAhead(GpuStage):
 
 
 class KindStage(GpuStage):
-    """Its ranks say that their device is of the kind ``kinds`` has for what CUDA_VISIBLE_DEVICES names."""
+    """The ranks report the device kind that ``kinds`` has for the value of CUDA_VISIBLE_DEVICES."""
 
     def __init__(self, folder: Path, *, kinds: dict[str, str], **options: Any):
         super().__init__(folder, **options)
@@ -434,7 +434,7 @@ class KindStage(GpuStage):
 
 
 class BadDevices(GpuStage):
-    """Cannot be set up where CUDA_VISIBLE_DEVICES names one of ``bad``; other ranks wait until those were tried."""
+    """Setup fails if CUDA_VISIBLE_DEVICES names one of ``bad``; other ranks wait until these were tried."""
 
     def __init__(self, folder: Path, *, bad: tuple[str, ...], tries: int = 3, **options: Any):
         super().__init__(folder, **options)

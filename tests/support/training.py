@@ -37,7 +37,7 @@ class AsIs(torch.utils.data.Dataset):
 
 
 class Ids(torch.utils.data.Dataset):
-    """A batch is the ids of its cuts, or the texts where there are none."""
+    """Dataset whose batches are the ids of cuts, or texts if there are none."""
 
     def __getitem__(self, cuts: Any) -> list[str]:
         return [getattr(cut, "id", None) or cut.text.strip() for cut in cuts]
@@ -49,7 +49,7 @@ def take(loader: Any, batches: int | None = None) -> list[Any]:
 
 
 def stop_ranks(load: Callable[..., Any], counts: Sequence[int], state: Any = None) -> tuple[list[Any], dict[str, Any]]:
-    """Take so many batches on each rank from ``state`` on; return those of each rank, and the merged state as saved."""
+    """Take a number of batches on each rank, starting at ``state``; return them by rank, and the merged state."""
     loaders = [load(rank=rank, world_size=len(counts), state=state) for rank in range(len(counts))]
     batches = [take(loader, count) for loader, count in zip(loaders, counts, strict=True)]
     return batches, json.loads(json.dumps(merge_data_states([loader.state_dict() for loader in loaders])))
@@ -103,7 +103,7 @@ class Corpora:
 
 
 def make_corpora(folder: Path) -> Corpora:
-    """All of it, below a folder."""
+    """All data of the tests, in one folder."""
     text = folder / "text.txt"
     text.write_text("".join(f"line {number:02d}\n" for number in range(40)))
     pairs = (folder / "source.txt", folder / "target.txt")

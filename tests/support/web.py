@@ -1,4 +1,4 @@
-"""A web server on this machine that serves a folder, and misbehaves where its paths say so."""
+"""A local web server that serves a folder, and misbehaves if its paths request it."""
 
 import re
 import socket

@@ -39,7 +39,7 @@ def killed_at_2(number):
 
 
 class Decoder:
-    """Tasks of feeders: a word says what happens, a number is the size of an array that comes back."""
+    """Task of a feeder: a word selects the behaviour, a number is the size of the returned array."""
 
     def __call__(self, task):
         if task[0] == "parts":
@@ -91,7 +91,7 @@ class NotHere:
 
 
 def killed(batch_size: int, length: float, num_tokens: int | None, device: str) -> None:
-    """As the kernel does where there is no memory left: from 6 items on."""
+    """Kill the process like the kernel without memory, from 6 items on."""
     if batch_size > 5:
         os.kill(os.getpid(), signal.SIGKILL)
 

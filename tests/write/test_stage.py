@@ -1,4 +1,4 @@
-"""Stage 2: shards, what is stored of a segment, the order of the cuts, rejects, empty shards and datasets, restarts."""
+"""Stage 2: shards, stored segments, order of cuts, rejects, empty shards and datasets, restarts."""
 
 import dataclasses
 import os
@@ -177,7 +177,7 @@ def test_the_same_input_gives_the_same_bytes_at_any_file_times(tmp_path):
 
 
 def test_a_rank_that_does_not_see_the_audio_root_rejects_nothing(project):
-    """As on a node where a disk is not mounted: all of its records would be rejected, one by one."""
+    """Simulate a node without a disk: all of its records would be rejected, one by one."""
     fill(project, 3)
     config, elsewhere = project.configure(), project.root.with_name("elsewhere")
     project.prepare(config)

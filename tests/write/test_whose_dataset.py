@@ -68,7 +68,7 @@ def finished(tmp_path_factory):
 
 @pytest.fixture
 def project(finished, tmp_path):
-    """A copy of it: run directory and dataset directory were moved together."""
+    """Return a copy of a run, with run directory and dataset directory moved together."""
     shutil.copytree(finished, tmp_path / "project")
     return make_project(tmp_path / "project")
 
@@ -101,7 +101,7 @@ def reserved(dataset):
 
 
 def begin(config):
-    """Do what a run does before its first stage, as one whose process is killed then."""
+    """Do the steps of a run before its first stage, as if its process were killed then."""
     run_dir = RunDir(Path(config.run_dir))
     with locked(run_dir):
         reserve(make_stages(config), restart=False)
@@ -262,7 +262,7 @@ class TestReserved:
 
     @pytest.mark.parametrize("changes", [{}, {"host": "node7"}, {"user": "ada"}, {"device": 0}], ids=str)
     def test_a_removed_run_directory_frees_the_dataset_directory(self, tmp_path, changes):
-        """Elsewhere, of another user, or with a file system that is not mounted here: it may be there all the same."""
+        """The run directory of another host, user or unmounted file system may still exist."""
         stage, other = ToyStage(tmp_path), ToyStage(tmp_path / "other")
         other.root = stage.root
         planned, _ = read_or_make_plan(stage.in_run)
@@ -302,7 +302,7 @@ class TestReserved:
         assert run_dataset(dataclasses.replace(config, **moved), Listener()).ok
 
     def test_a_run_cancelled_before_publishing_frees_the_directory(self, config):
-        """A damaged reservation of somebody else is no hindrance."""
+        """A damaged reservation of another user is ignored."""
         run_dir = begin(config)
         run_dir.config.touch()
         damaged = Path(config.dataset_dir, STAGING_NAME, "damaged.reservation")

@@ -1,4 +1,4 @@
-"""Datasets without contexts (``match: null``): prepare, write and encode, and what becomes of the kind of a dataset."""
+"""Datasets without contexts (``match: null``): prepare, write, encode, and changes of the kind of a dataset."""
 
 import pytest
 from support.project import lines, raises, run, speaker_tag, stage_of, voice

@@ -1,4 +1,4 @@
-"""A package of somebody else: a source, a speaker encoder and a codec, as small as they can be."""
+"""A third-party package with a minimal source, speaker encoder and codec."""
 
 import json
 import math
@@ -84,7 +84,7 @@ class WrongCodec(ModelFamily):
 
 @dataclass(frozen=True, kw_only=True)
 class BadCodec(ModelFamily):
-    """A codec that gives no codes for what lasts longer than 3 s, but what ``target`` says: nan, index or frames."""
+    """A codec that fails on audio longer than 3 s, in the way given by ``target``: nan, index or frames."""
 
     def load(self, device: str) -> Any:
         return _load_codec(50, device, bad=self.target)

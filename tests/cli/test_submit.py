@@ -57,12 +57,12 @@ def test_a_partial_run_names_finished_and_remaining_stages(make_config, call):
     told = []
     for names in (["prepare"], ["prepare", "write"], ["prepare"], []):
         call("run", path, *names, "encode.codecs=[]")
-        told.append(re.search("run: done since .{19}: (.*)", call("status", config.run_dir)[1])[1])
+        told.append(re.search("run: finished .{19}(.*)", call("status", config.run_dir)[1])[1])
     assert told == [
-        "prepare done as requested; left: write, validate",
-        "prepare, write done as requested; left: validate",
-        "prepare done as requested; left: validate",
-        "all stages are done",
+        ": prepare done as requested; left: write, validate",
+        ": prepare, write done as requested; left: validate",
+        ": prepare done as requested; left: validate",
+        "",
     ]
 
 
@@ -77,7 +77,7 @@ def test_a_finished_dataset_needs_no_sources(make_config, call, tmp_path, folder
         assert call("run", path, *names, *overrides)[0] == 0
         _, out, _ = call("status", run_dir)
         assert re.findall(r"(?m)^(\w+) +done ", out) == shown
-        assert "all stages are done" in out
+        assert re.search("run: finished .{19}\n", out)
 
 
 def test_dry_run_of_a_restart_shows_its_jobs_and_changes_nothing(make_config, call, tmp_path):

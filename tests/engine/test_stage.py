@@ -79,7 +79,7 @@ def test_a_stage_may_reject_records_that_others_keep(configure, after):
         ('    kind = "tally"\n', "", ["has the kind None"]),
         ('after = ("write",)', 'after = ("wriet",)', ["wriet"]),
         ("    section =", '    resource = "gpux"\n    section =', ["'gpux'", "cpu or gpu"]),
-        ("def identity(", "def identify(", ["has no identity"]),
+        ("def identity(", "def identify(", ["does not define identity"]),
         ("    section = TallyConfig", "    section = int", ["must be a dataclass derived from StageSection"]),
         ("class Tally(Stage):", "class Tally:", ["must be a class derived from sharmill.engine.stage.Stage"]),
         ("from dataclasses", "import", ["cannot be imported: SyntaxError"]),

@@ -87,7 +87,7 @@ def test_nothing_is_asked_for_from_elsewhere(page):
 
 def test_accounts_and_rejects_with_examples_are_there(page):
     text = Elements(page).text
-    for word in ("missing_audio", "empty_text", "From input to output", "To do:", "speaker_key"):
+    for word in ("missing_audio", "empty_text", "From input to output", "Remedy:", "speaker_key"):
         assert word in text
 
 

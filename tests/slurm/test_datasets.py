@@ -41,7 +41,7 @@ def test_two_datasets_have_the_bytes_of_a_local_run(tmp_path, make_two_configs, 
     assert [outcome(config.parent) for config in configs] == local_outcomes
     for config in configs:
         check_page(config.parent)
-        assert "run: done since" in run_sharmill("status", config.parent / "run").stdout
+        assert "run: finished" in run_sharmill("status", config.parent / "run").stdout
         # Blocks of segments are encoded on GPUs; codes are put into shards on CPUs.
         scripts = [path.read_text() for path in (config.parent / "run/jobs").glob("*_submission.sh")]
         for stage, partitions in (("prepare", {"cpu"}), ("encode-tiny", {"gpu", "cpu"})):

@@ -17,7 +17,7 @@ def config(tmp_path):
 )
 def test_ranks_are_those_of_the_configuration(call, config, monkeypatch, workers, cells):
     monkeypatch.setenv("COLUMNS", "80")
-    table = call("plan", config, f"executor.workers={workers}")[1].partition("match: not yet")[0].splitlines()
+    table = call("plan", config, f"executor.workers={workers}")[1].partition("not yet planned")[0].splitlines()
     assert max(len(line.rstrip()) for line in table) <= 80
     assert table[1].split() == ["stage", "units", "to", "process", "workers", "largest", "balance"]
     assert " ".join(table[3].split()) == cells

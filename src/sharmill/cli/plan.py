@@ -39,6 +39,8 @@ from sharmill.prepare.check import PrepareConfig
 from sharmill.rates import StagePrediction, count_ranks, find_rates, predict
 from sharmill.training.buckets.batch_size import make_budget
 
+# Codes of the errors of stages whose input an earlier stage has still to write.
+_EARLIER_OUTPUT_MISSING = ("stage_not_run", "no_dataset")
 # FLAC speech at 16 to 24 kHz takes 15 to 35 kB per second, and codes add little: this estimate is on the safe side.
 _BYTES_PER_SECOND = 40_000
 # A calibration tries a hundred thresholds: every fifth one is printed, and the recommended one.
@@ -131,13 +133,16 @@ def print_plan(
     rates, source = find_rates(config, earlier)
     stages = make_stages(config)
     planned: dict[str, tuple[Sequence[Unit], Collection[int]]] = {}
-    rows, done_stages, not_yet = [], [], []
+    rows, done_stages, waiting, not_yet = [], [], [], []
     for stage in stages:
         name, is_shown = stage.key if verbose else stage.name, verbose or is_main(stage.kind)
         try:
             units, done = read_or_preview_units(stage)
         except ConfigError as error:
-            not_yet += [f"{name}: not yet: {error}"] if is_shown else []
+            if is_shown and error.code in _EARLIER_OUTPUT_MISSING and not verbose:
+                waiting.append(name)
+            elif is_shown:
+                not_yet.append(f"{name}: not yet: {error}")
             continue
         planned[stage.key] = units, done
         if not is_shown:
@@ -159,6 +164,8 @@ def print_plan(
         echo(f"{config.name}: nothing left to do for {', '.join(done_stages)}")
     if rows:
         print_table(config.name, columns, rows, no_wrap=columns)
+    if waiting:
+        echo(f"not yet planned, since they read the output of earlier stages: {', '.join(waiting)}")
     echo_all(not_yet)
     if rows:
         echo(

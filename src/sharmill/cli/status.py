@@ -267,7 +267,7 @@ def _print_stages(run: RunView) -> None:
         names[3:3] = ["running", "failed", "waiting"]
         names.insert(-2, "rate")
     if is_wide or all(view.seconds_left is None for view in run.views):
-        names += ["rank time", "rank speed"]
+        names += ["worker time", "worker speed"]
     rows = []
     for view in run.views:
         cells = {"stage": view.name, "state": view.state}
@@ -285,8 +285,8 @@ def _print_stages(run: RunView) -> None:
         if view.pace is not None:
             unit = "/s" if view.cost_unit == "records" else " x"
             cells |= {
-                "rank time": describe_time(view.pace.seconds),
-                "rank speed": f"{view.pace.rate:,.{0 if view.pace.rate >= 100 else 1}f}{unit}",
+                "worker time": describe_time(view.pace.seconds),
+                "worker speed": f"{view.pace.rate:,.{0 if view.pace.rate >= 100 else 1}f}{unit}",
             }
         rows.append([cells.get(name, "") for name in names])
     print_table(str(run.path), names, rows, left=("stage", "state"), no_wrap=names)

@@ -70,6 +70,7 @@ lint: venv
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/codespell
+	$(BIN)/python .ci/prose.py check
 
 # Killed processes record nothing, so the result is slightly too low.
 coverage: venv

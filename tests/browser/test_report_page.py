@@ -10,7 +10,7 @@ from sharmill.report.charts import columns, curves, figure, scatter
 from sharmill.report.text import plain_text
 
 CHROMIUM = shutil.which("chromium")
-# Without a display or a sound card, and as root in a container.
+# The browser has no display or sound card, and runs as root in a container.
 OPTIONS = ["--no-sandbox", "--disable-gpu", "--autoplay-policy=no-user-gesture-required"]
 WAIT = 30_000
 # Beside what is hostile in a page, text that plotly or MathJax may take for more than text.

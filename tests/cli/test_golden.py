@@ -13,7 +13,7 @@ from sharmill.executors import machine
 
 GOLDEN = Path(__file__).parent / "golden"
 HELP = [[], *([command] for command in ("plan", "run", "status", "validate", "doctor", "calibrate"))]
-# What differs between two runs: folder, dates, times, speeds, sizes of pages and versions. Widths of tables stay.
+# Text that differs between two runs: folder, dates, times, speeds, sizes of pages and versions. Widths of tables stay.
 VARIABLE = [
     (r"/tmp/golden-\w{8}", lambda found: "/tmp/golden-folder__"),
     (r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d", lambda found: "2026-01-31 12:00:00"),

@@ -128,7 +128,7 @@ def test_doctor_looks_at_the_machine(tmp_path, printed):
 
 
 SPACE = SimpleNamespace(f_bavail=1000, f_frsize=4096, f_files=10**6, f_favail=12)
-VERSIONS = defaultdict(lambda: "1.0", lhotse="absent")
+VERSIONS = defaultdict(lambda: "1.0.0", torchaudio="2.10.1", lhotse="absent")
 # Deficiencies of the machine: the patched function with its result, the name of the check, and words of the remedy.
 LACKING = [
     ("shutil.which", {"return_value": None}, "SLURM", "not installed here"),
@@ -137,6 +137,7 @@ LACKING = [
     ("os.statvfs", {"return_value": SPACE}, "free inodes", "small files"),
     ("FolderLock", {"side_effect": OSError("no locks available")}, "file system", "choose a writable folder"),
     ("versions", {"return_value": VERSIONS}, "lhotse", "pip install lhotse"),
+    ("versions", {"return_value": VERSIONS}, "torchaudio", "torchaudio==1.0.0"),
 ]
 
 

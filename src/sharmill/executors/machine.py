@@ -2,6 +2,7 @@
 
 import os
 import platform
+import re
 import shutil
 import subprocess
 import tempfile
@@ -29,8 +30,17 @@ def examine_machine(folder: Path) -> Iterator[Check]:
     optional = [*of_models, "pyarrow", "av", "submitit", "ray"]
     found = versions(*_NEEDED, *optional)
     yield Check("sharmill", found["sharmill"])
+    to_do = {package: f"pip install {package}" for package in _NEEDED if found[package] == "absent"}
+    torch, torchaudio = (found[package].partition("+")[0] for package in ("torch", "torchaudio"))
+    # From 2.11 on, torchaudio works with any later torch.
+    if (
+        not to_do.keys() & {"torch", "torchaudio"}
+        and torchaudio != torch
+        and re.match(r"[01]\.|2\.(\d|10)\.", torchaudio)
+    ):
+        to_do["torchaudio"] = f"pip install torchaudio=={torch}: torchaudio must have the same version as torch"
     for package in _NEEDED:
-        yield Check(package, found[package], f"pip install {package}" if found[package] == "absent" else "")
+        yield Check(package, found[package], to_do.get(package, ""))
     # Missing optional packages are no problem, since a dataset may need none of them.
     yield Check("optional", ", ".join(f"{package} {found[package]}" for package in optional))
     yield Check("cores", f"{len(os.sched_getaffinity(0))} for this process, {os.cpu_count()} in total")

@@ -197,7 +197,7 @@ def test_a_column_within_a_column_is_the_text(form, make, tmp_path):
         path.write_bytes(gzip.compress(data) if packed else data)
     prepared = run_prepare(config_for(tmp_path, [entry | {"columns": {"text": "texts.1"}}]))
     assert (sorted(one.text for one in prepared.kept), prepared.rejects) == ([f"text {n}" for n in range(4)], [])
-    with raises(ConfigError, "unknown_key", "columns.text takes 'text.1'", "did you mean 'texts'"):
+    with raises(ConfigError, "unknown_key", "columns.text uses the column 'text.1'", "did you mean 'texts'"):
         source_of(entry | {"columns": {"text": "text.1"}}).check_keys()
 
 

@@ -112,7 +112,7 @@ class StoredReader:
 
 
 def _decode(data: bytes) -> tuple[np.ndarray, int]:
-    # The survey has checked that a FLAC file has a single stream, so data with the right checksum are complete.
+    # The survey has checked that FLAC data contain a single stream, so a matching MD5 sum proves that they are whole.
     if (decoded := decode_flac(data)) is not None and decoded.shape[1] == 1:
         _, _, rate = flac_header(data) or (0, 0, 0)
         return decoded[:, 0], rate

@@ -193,7 +193,7 @@ def test_the_page_and_a_look_at_the_cut_say_so(made):
     project, _, _ = made
     bad = next(cut.id for cut in open_shar(project.dataset, []) if number(cut) == 5)
     run_sharmill("report", project.run_dir)
-    assert "it has no target_codes" in (project.run_dir / "report.html").read_text()
+    assert "the cut has no target_codes" in (project.run_dir / "report.html").read_text()
     shown = run_sharmill("inspect", project.dataset, env=os.environ | {"COLUMNS": "300"}).stdout
     assert "which may be missing" in shown
     shown = json.loads(run_sharmill("inspect", project.dataset, bad, "--json").stdout)["fields"]

@@ -217,7 +217,7 @@ def test_damaged_codes_in_the_run_directory_fail_their_shards(project, config, f
     do.flip_bit(file, place)(stage.root)
     result, errors = run_damaged(assemble)
     assert result.failures
-    assert all(f"{codes} is damaged: remove it and run the stage encode" in error for error in errors)
+    assert all(f"{codes} is damaged: delete it and run the stage encode" in error for error in errors)
     (stage.root / file).write_bytes(whole)
     assert run(assemble).ok
 

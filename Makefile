@@ -71,6 +71,7 @@ lint: venv
 	$(BIN)/mypy
 	$(BIN)/codespell
 	$(BIN)/python .ci/prose.py check
+	$(BIN)/python .ci/prose.py width
 
 # Killed processes record nothing, so the result is slightly too low.
 coverage: venv

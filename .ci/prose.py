@@ -129,7 +129,7 @@ def check() -> int:
 
 
 def sample(seed: int) -> int:
-    code, pages = tracked("src/*.py", "jobs/*.py", "pipelines/*.py", "examples/*.py"), tracked("*.md")
+    code, pages = tracked("src/*.py", "jobs/*.py", "pipelines/*.py", "examples/*.py"), tracked("*.md", ":!tests")
     generator = random.Random(seed)
     for name, read, paths in (
         ("docstrings", docstrings, code),

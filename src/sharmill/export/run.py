@@ -164,7 +164,6 @@ def _write_unit(files: Export, unit: Any, record: Path) -> None:
         FatalError: a file differs from the record.
     """
     # A record that cannot be read lists nothing, so the unit is written again.
-    # A record that cannot be read lists nothing, and the unit is made again.
     with suppress(ConfigError):
         known = read_record(record, dict[str, str]) or {}
         found = {name: checksum(files.out / name) for name in known if (files.out / name).is_file()}

@@ -65,7 +65,7 @@ def require_trusted_owner(root: Path, paths: Iterable[Path], *, may_be_link: Pat
                 ),
                 (
                     owned_by_other_user(status, part.parent),
-                    f"{part} belongs to an untrusted user: {part.parent} does not let its group write, or lets anybody "
+                    f"{part} belongs to another user: {part.parent} does not let its group write, or lets anybody "
                     "write (chmod o-w); inspect what is there, then remove it or change its owner (chown)",
                 ),
                 (

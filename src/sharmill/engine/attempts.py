@@ -1,9 +1,10 @@
-"""Attempts at units: notes of ranks and supervisors about them, and the consequences for units, slots and hosts.
+"""Attempts at units: the notes that ranks and supervisors write about them, and the slots, hosts and units to exclude.
 
-An attempt begins with a claim and ends with a commit, or with a note that names the slot. A failed attempt counts
-against the unit only if its slot has completed another unit; otherwise the slot may be to blame. A slot is excluded if
-several units fail on it that other slots complete, or if many units fail on it and none succeeds. A bad slot or host
-therefore costs no unit that a good one can process, and a bad unit is given up after a few attempts.
+A slot is a place for one rank: a GPU or a core of a host. An attempt begins with a claim on the unit and ends with a
+commit, or with a note that names the slot. A failed attempt counts against the unit only if the slot has completed
+another unit; otherwise the slot may be to blame. A slot is excluded if several units fail on it, one of which another
+slot has completed, or if many units fail on it and none succeeds. A bad slot or host therefore costs no unit that a
+good one can process, and a bad unit is given up after a few attempts.
 """
 
 import time
@@ -18,14 +19,14 @@ from sharmill.engine.run_dir import StoredError
 from sharmill.engine.unit import Commit, FailedAttempt
 from sharmill.errors import FatalError, SharmillError
 
-# A unit is given up after this many failures. A slot is excluded after failures with this many units, if another slot
-# has completed one of them.
+# A unit is given up after at least this many failures. A slot is excluded if this many units have failed on it and one
+# of them has been completed elsewhere.
 MAX_FAILURES = 3
 # The unit number in notes about the set-up of a rank.
 SETUP = -1
 # Codes of errors that would recur in the same slot.
 FINAL_CODES = frozenset({"disk", "missing_package", "other_device", "out_of_memory", "unlike_nodes"})
-# After this many releases, such as by preemption, the next release of a unit counts as a failure.
+# After a unit has been released this many times, for instance by preemption, its next release counts as a failure.
 _MAX_RELEASES = 10
 
 
@@ -50,13 +51,14 @@ class Note(StoredError, tag="note", tag_field="type", kw_only=True, omit_default
     """A note about an attempt that ended without a commit, a failed set-up of a rank, or an error that stops the stage.
 
     Attributes:
-        kind: ``failed`` or ``released`` for an attempt or a set-up, ``stopped`` for the stage.
+        kind: ``failed`` or ``released`` for an attempt or a set-up, ``stopped`` for an error that stops the stage.
         slot: the slot of the rank.
         launch: the id of the launch; the note counts for this launch only.
         owner: the id of the rank's process.
         unit: the index of the unit, ``SETUP`` for the set-up of a rank.
         generation: the generation of the rank's claim on the unit.
         time: Unix time of the note by the clock of the slot's host.
+        traceback: the traceback of the error, "" if there is none.
     """
 
     kind: NoteKind
@@ -93,7 +95,7 @@ class Attempts:
         self._failures: dict[str, list[Note]] = {}
 
     def add(self, record: Note | Commit) -> None:
-        """Take a record of a log into account; ignore records of other launches."""
+        """Take a record from a log into account; records of other launches are ignored."""
         if record.launch != self.launch:
             return
         if isinstance(record, Commit):
@@ -109,7 +111,7 @@ class Attempts:
         if note.unit != SETUP:
             ended = self._units.setdefault(note.unit, {})
             if note.generation in ended:
-                # The end may be noted twice: by the rank, and by its supervisor or the leader.
+                # Two notes about the same end may exist: one by the rank, and one by its supervisor or the leader.
                 return
             released = sum(before.kind == "released" for before in ended.values())
             if note.kind == "released" and released >= _MAX_RELEASES:
@@ -122,26 +124,30 @@ class Attempts:
             self._failures.setdefault(note.slot, []).append(note)
 
     def generation(self, unit: int) -> int:
-        """Return the generation of the next claim on a unit: one more than that of the last attempt that ended."""
+        """Return the generation of the next claim on a unit: 0, or one more than that of the last ended attempt."""
         return max(self._units.get(unit, ()), default=-1) + 1
 
     def has_ended(self, unit: int, generation: int) -> bool:
-        """Return True if the end of this attempt was noted."""
+        """Return True if a note says that this attempt has ended."""
         return generation in self._units.get(unit, ())
 
     def failures(self, unit: int) -> list[Note]:
-        """Return the failed attempts at a unit, whatever the reason, in order."""
+        """Return the notes of all failed attempts at a unit, in the order of the attempts."""
         return [note for _, note in sorted(self._units.get(unit, {}).items()) if note.kind == "failed"]
 
     def error(self, unit: int) -> FailedAttempt:
-        """Return the last error of a unit, with a general message if no attempt has noted an error."""
+        """Return the error of the last failed attempt at a unit, or a general message if there is none."""
         gone = "its ranks ended before it was complete"
         if not (failures := self.failures(unit)):
             return FailedAttempt(unit, gone, gone)
         return FailedAttempt(unit, failures[-1].message, failures[-1].traceback or failures[-1].message)
 
     def excluded(self) -> set[str]:
-        """Return the excluded slots, and the hosts without a usable slot."""
+        """Return the excluded slots and hosts.
+
+        A host is excluded if several of its slots are excluded and none of its other slots has completed a unit,
+        provided that a slot of another host has.
+        """
         bad = set(self.excluded_slots())
         useful = {host_of(slot) for slot in self._done if slot not in bad}
         hosts = Counter(map(host_of, bad))
@@ -149,14 +155,14 @@ class Attempts:
         return bad | (bad_hosts if useful else set())
 
     def excluded_slots(self) -> dict[str, Note]:
-        """Return the slots that are excluded because of their own failures, with the last error of each."""
+        """Return the slots that are excluded because of their own failures, with the note of the last failure of each."""
         return {slot: self._since(slot)[-1] for slot in sorted(self._failures) if self._is_bad(slot)}
 
     def error_of_all(self, num_ranks: int) -> SharmillError | None:
-        """Return the common error if at least so many ranks could not be set up, and all failed in the same way.
+        """Return the common error if at least ``num_ranks`` ranks could not be set up, all with the same error code.
 
-        Return None otherwise, or if any unit is complete. All ranks on a single host prove nothing, because the host
-        itself may be bad.
+        Return None otherwise, or if any unit is complete. Also return None if all these ranks are on one host, because
+        the host itself may be bad.
         """
         last = list(self.excluded_slots().values())
         kinds, hosts = {(note.unit, note.code) for note in last}, {host_of(note.slot) for note in last}
@@ -166,15 +172,16 @@ class Attempts:
         return last[0].as_error()
 
     def _since(self, slot: str) -> list[Note]:
-        """Return the failures in a slot since its last commit, in order."""
+        """Return the notes of a slot's failures since its last commit, in order of time."""
         done = self._done.get(slot, 0.0)
         return sorted((note for note in self._failures.get(slot, ()) if note.time >= done), key=lambda note: note.time)
 
     def _is_bad(self, slot: str) -> bool:
         """Return True if a slot is to blame for its failures.
 
-        That is so if another slot has completed one of these units, or if the slot has failed with many units and
-        completed none.
+        It is to blame if its set-up has failed several times, or with an error that would recur. It is also to blame if
+        several units have failed on it and one of them has been completed, or if many have failed and it has completed
+        none.
         """
         failed = self._since(slot)
         setups = [note for note in failed if note.unit == SETUP]
@@ -183,18 +190,18 @@ class Attempts:
         units = {note.unit for note in failed} - {SETUP}
         if len(units) < MAX_FAILURES:
             return False
-        # If no slot has completed any unit, a good slot may just have met a few bad units first.
+        # If none of these units has been completed, they may all be bad, unless there are many of them.
         return bool(units & self._committed) or (slot not in self._done and len(units) >= 10)
 
     def describe_excluded(self) -> list[str]:
-        """Return a sentence for each excluded slot."""
+        """Return a sentence for each excluded slot, with the reason."""
         return [f"{slot} was excluded: {note.message}" for slot, note in self.excluded_slots().items()]
 
     def is_given_up(self, unit: int, live: Collection[str], excluded: Collection[str] | None = None) -> bool:
         """Return True if no further attempt at a unit is worthwhile.
 
         Args:
-            live: the slots of all ranks at work.
+            live: the slots of all live ranks.
             excluded: the result of ``excluded()``; computed by default.
         """
         tried = [note.slot for note in self.failures(unit)]
@@ -202,7 +209,8 @@ class Attempts:
             return False
         # A failure counts against the unit if the slot has completed other units and is not excluded.
         counted = [slot for slot in tried if slot in self._done and not self._is_bad(slot)]
-        # If the slots that failed may be bad themselves, slots that have not tried the unit must decide.
+        # If too few failures count, the failed slots may be bad themselves, so slots that have not tried the unit must
+        # decide.
         slots = set(counted) if len(counted) >= MAX_FAILURES else set()
         excluded = self.excluded() if excluded is None else excluded
         others = {slot for slot in live if not is_among(slot, excluded)} - set(tried)
@@ -211,7 +219,9 @@ class Attempts:
         return is_tried and (not other_hosts or len({*map(host_of, slots)}) >= MAX_FAILURES)
 
     def all_excluded_error(self, stage: str, logs: Path) -> SharmillError:
-        """Return the error of a stage without usable slots: the last error, with the units that failed."""
+        """Return the last error of a stage without usable slots; if that error has no code, describe it in a
+        FatalError.
+        """
         notes = list(self.excluded_slots().values())
         last = max(notes, key=lambda note: note.time)
         if last.code:

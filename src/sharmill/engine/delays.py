@@ -1,4 +1,4 @@
-"""Breakdown of a rank's time: seconds spent waiting for decoding, in the model, and on the disk."""
+"""Breakdown of a rank's time: seconds spent on waiting for decoding, on running the model, and on the disk."""
 
 import time
 from collections import defaultdict
@@ -21,7 +21,7 @@ def add_delay(delay: Delay, seconds: float) -> None:
 def spent_on(delay: Delay) -> Iterator[None]:
     """Add the duration of a ``with`` block to the total of a kind of delay, for the rank in this process.
 
-    Only for the thread that processes the units, because work in other threads delays nothing.
+    Use it only in the thread that processes the units, because work in other threads does not delay the rank.
     """
     started = time.monotonic()
     try:
@@ -31,7 +31,7 @@ def spent_on(delay: Delay) -> Iterator[None]:
 
 
 def take_delays() -> dict[str, float]:
-    """Return the seconds of each kind since the last call, and reset them to zero."""
+    """Return the seconds spent on each kind of delay since the last call, and reset the totals."""
     taken = {name: round(seconds, 3) for name, seconds in sorted(_seconds.items())}
     _seconds.clear()
     return taken

@@ -16,7 +16,7 @@ Unlocked = Callable[[], AbstractContextManager[object]]
 
 @dataclass(frozen=True)
 class Submitted:
-    """Submitted jobs: ranks, and an advance job that continues the run after them.
+    """Submitted jobs: the ranks, and an advance job that continues the run when the ranks have ended.
 
     Attributes:
         message: one sentence about the submission.
@@ -33,8 +33,8 @@ class StageResult:
 
     Attributes:
         totals: the accounts of a finished stage; None if it is not finished.
-        failures: the units that failed for good, by index.
-        submitted: the submitted jobs that will do the work, None if there are none.
+        failures: the last error of each unit that failed for good, by unit index.
+        submitted: the jobs that were submitted to do the work; None if there are none.
         given_up: one sentence for each rank or device that could not be used.
     """
 
@@ -65,29 +65,29 @@ class Listener:
         """Called when a unit is complete."""
 
     def stage_ended(self, stage: StageRun, result: StageResult) -> None:
-        """Called when a stage is finished, has failed units, or is submitted."""
+        """Called when a stage is finished, has ended with failed units, or has been submitted."""
 
 
 class Executor(ABC):
     """Base class for executors, which start the ranks of a stage.
 
     Attributes:
-        waits: True if ``run`` returns when the ranks have ended; False if it submits them to a queue, which then knows
-            which ranks are alive.
+        waits: True if ``run`` returns when the ranks have ended. False if it submits the ranks to a queue; the queue is
+            then asked which of them are alive.
     """
 
     waits: ClassVar[bool] = True
 
     def require_devices(self, stages: Iterable[StageRun]) -> None:  # noqa: B027 - most executors check on the nodes
-        """Raise ConfigError if the stages need GPUs of this machine and none can be used."""
+        """Raise ConfigError if the stages need GPUs on this machine and none can be used."""
 
     def find_jobs(self, run_dir: RunDir) -> Sequence[Any] | None:
         """Return the queued jobs of a run; ``str`` of a job describes it.
 
-        Return None in a process that continues a run which another process has started.
+        Return None if this process continues a run that another process has started.
 
         Raises:
-            ConfigError: queued jobs exist, or may exist, beside which this executor must not start.
+            ConfigError: queued jobs of the run exist, or may exist, so this executor must not start.
             FatalError: the run that this process should continue has ended.
         """
         return ()
@@ -105,7 +105,8 @@ class Executor(ABC):
         listener: Listener,
         unlocked: Unlocked = nullcontext,
     ) -> StageResult:
-        """Process the units and return those that failed for good, or submit ranks that will process them.
+        """Process the units, or submit ranks that will process them; return the result with the units that failed for
+        good.
 
         An executor that waits for ranks does so in an ``unlocked`` context, so that other processes may join, and
         reports their progress to the listener. An executor that submits ranks reports nothing.

@@ -1,8 +1,8 @@
-"""Feeders: processes of a rank that read and decode audio ahead of its model.
+"""Feeders: child processes of a rank that read and decode audio before its model needs it.
 
-Decoding in threads would hold Python's lock, and delay the code that keeps the device busy. A feeder receives bundles
-of tasks through a pipe and answers them in order. It also writes the number of its current task to a board in shared
-memory. If the feeder dies, this task is to blame.
+Decoding in threads would hold Python's global interpreter lock and delay the code that keeps the device busy. A feeder
+receives bundles of tasks through a pipe and answers them in order. It also writes the number of its current task to a
+board, a small block of shared memory. If the feeder dies, the task on the board is to blame.
 """
 
 import errno
@@ -31,20 +31,20 @@ from sharmill.files.messages import PipeEnd, RemoteTraceback, anonymous_file, po
 Task = TypeVar("Task")
 Result = TypeVar("Result")
 
-# Number of a model's batches that are loaded while it computes.
+# Number of batches that are loaded in advance while the model computes.
 BATCHES_AHEAD: Final = 2
-# Seconds of audio in a bundle. Decoding them takes about 20 ms, so the cost of a message is negligible.
+# Seconds of audio in a bundle. Decoding a bundle takes about 20 ms, so the cost of a message is negligible.
 _BUNDLE_SECONDS: Final = 40.0
-# Number of bundles that a feeder may have before the rank looks again. All of them fit into a pipe, so that neither end
-# blocks.
+# Number of bundles that a feeder is meant to have in advance, and the largest number that it may have. All of them fit
+# into a pipe, so that neither end blocks.
 _BUNDLES_AHEAD: Final = 8
 _MOST_BUNDLES: Final = 2 * _BUNDLES_AHEAD
-# Number of consecutive feeders that may end without a current task; after that, further ones would probably end too.
+# Number of consecutive feeders that may end without a current task. If more do, replacements would probably end too.
 _MOST_LOST: Final = 3
-# Number of parts of a long recording that may wait to be used; each takes some megabytes and a file.
+# Number of parts of a long recording that may wait to be used; each takes some megabytes and an open file.
 _MOST_PARTS: Final = 100
-# Time limit for a bundle in addition to its seconds of audio. A server may stall, but the limit must be shorter than
-# that of a unit, so that the error names the recording.
+# Time limit for a bundle, in addition to its seconds of audio. It is long, because a file server may stall, but shorter
+# than the time limit of a unit, so that the error names the recording.
 _HANG_SECONDS: Final = 1800.0
 _SECONDS_TO_END: Final = 2.0
 _ENVIRONMENT: Final = {
@@ -54,10 +54,10 @@ _ENVIRONMENT: Final = {
     "MALLOC_MMAP_THRESHOLD_": str(32 << 20),
     "MALLOC_TRIM_THRESHOLD_": str(64 << 20),
 }
-# Size of a board. Its bytes are the number of the current task, the number of its bundle, and flags for the files of
-# answers that are in use.
+# Size of a board in bytes. The first byte is the number of the current task, the second is the number of its bundle,
+# and each further byte is nonzero while one of the files with answers is in use.
 _BOARD_BYTES: Final = 256
-# The task number that stands for no current task.
+# The task number on the board if there is no current task.
 _NOTHING: Final = 255
 
 
@@ -66,14 +66,14 @@ class _Request(Generic[Task, Result]):
     """A task for a feeder, with the results so far.
 
     Attributes:
-        feed: the number of its feed.
+        feed: the number of the ``Feed`` that made the request.
         task: the task.
-        seconds: seconds of audio.
+        seconds: seconds of audio in the task.
         is_done: True if no more parts will come.
         is_dropped: True if the result is no longer needed.
         parts: received parts of the result that are still to be used.
         num_parts: number of parts received.
-        num_known: number of parts that a second feeder will send again.
+        num_known: number of known parts that a replacement feeder will send again.
         error, traceback: the error that ended the task, if any.
     """
 
@@ -110,10 +110,10 @@ class _Feeder:
         bundles: the bundles that it has not answered yet.
         num_answered: number of bundles that it has answered.
         is_lost: True if an answer was lost, so that the feeder must be replaced.
-        seconds: seconds of audio in the bundles.
-        since: the time, by ``time.monotonic``, since which it has been working on the first bundle without an answer.
-        cpu_seconds: processor time for its answers so far.
-        memory_mb: peak memory so far.
+        seconds: seconds of audio in ``bundles``.
+        since: the time, by ``time.monotonic``, of its last answer, or of its first bundle if it was idle before.
+        cpu_seconds: processor time that it has reported so far.
+        memory_mb: peak memory that it has reported so far, in MB.
     """
 
     process: ForkedProcess
@@ -133,7 +133,7 @@ class _Feeder:
         return bool(self.bundles) and sum(len(request.parts) for request in self.bundles[0]) > _MOST_PARTS
 
     def has(self, request: "_Request") -> bool:
-        """Return True if this feeder has a request."""
+        """Return True if a request is in one of this feeder's bundles."""
         return any(request in bundle for bundle in self.bundles)
 
 
@@ -141,11 +141,11 @@ class Feeders(Generic[Task, Result]):
     """Processes that compute the results of tasks ahead of their use.
 
     Args:
-        do: yields the parts of the result of a task. The function, the tasks and the parts must be picklable, and its
-            module must not import torch.
+        do: a function that yields the parts of a task's result. The function, the tasks and the parts must be
+            picklable, and the module of the function must not import torch.
         number: number of processes; if 0, each task is done in this process when its result is requested.
-        weigh: returns the seconds of audio of a task.
-        ahead: seconds of audio to give out ahead of use.
+        weigh: a function that returns the seconds of audio in a task.
+        ahead: seconds of audio to send to the processes ahead of use.
         hang_seconds: time limit for a bundle of tasks, in addition to its seconds of audio.
 
     Raises:
@@ -168,7 +168,7 @@ class Feeders(Generic[Task, Result]):
         self._end = weakref.finalize(self, self._server.end)
         self._feeders: list[_Feeder] = []
         self._num_feeds = 0
-        # Number of consecutive feeders that ended without an answer or a current task.
+        # Number of consecutive feeders that ended without an answer and without a current task.
         self._num_lost = 0
         try:
             self._feeders += [self._start() for _ in range(number)]
@@ -177,7 +177,7 @@ class Feeders(Generic[Task, Result]):
             raise
 
     def feed(self, tasks: Iterable[Task]) -> "Feed[Task, Result]":
-        """Give out tasks as far ahead as allowed, and return an iterator over their results."""
+        """Send tasks to the processes as far ahead as allowed, and return an iterator over their results."""
         self._num_feeds += 1
         return Feed(self, tasks, self._num_feeds)
 
@@ -207,7 +207,7 @@ class Feeders(Generic[Task, Result]):
         return seconds
 
     def give(self, requests: "Iterator[_Request[Task, Result]]", waiting: float) -> list["_Request[Task, Result]"]:
-        """Give out requests until enough is waiting, and return the requests that were given out.
+        """Send requests to the feeders until enough audio is waiting, and return the requests that were sent.
 
         Args:
             waiting: seconds of audio that are waiting already; the limit is ``ahead``.
@@ -233,7 +233,7 @@ class Feeders(Generic[Task, Result]):
         return given
 
     def parts_of(self, request: "_Request[Task, Result]") -> Iterator[Result]:
-        """Yield the parts of a request's result as they come, and raise its error."""
+        """Yield the parts of a request's result as they arrive, and raise its error, if any, after them."""
         while not request.is_done or request.parts:
             if request.parts:
                 yield request.parts.popleft()
@@ -243,9 +243,9 @@ class Feeders(Generic[Task, Result]):
             raise request.error from (RemoteTraceback(request.traceback) if request.traceback else None)
 
     def listen(self, request: "_Request[Task, Result] | None" = None) -> None:
-        """Wait up to a second for answers and take them, and replace feeders that hang.
+        """Wait up to a second for answers, process them, and replace feeders that hang.
 
-        While waiting for one ``request``, ignore feeders that are far ahead, unless they have the request themselves.
+        While waiting for one ``request``, ignore feeders that are far ahead, unless they have this request.
         """
         heard = {
             one.line.pipe: one
@@ -298,7 +298,7 @@ class Feeders(Generic[Task, Result]):
         feeder.seconds += sum(request.seconds for request in bundle)
 
     def _take_answer(self, feeder: _Feeder) -> None:
-        """Take the next answer of a feeder, or replace the feeder if it has ended."""
+        """Take the next answer from a feeder, or replace the feeder if it has ended."""
         try:
             if feeder.is_lost:
                 raise EOFError
@@ -307,7 +307,8 @@ class Feeders(Generic[Task, Result]):
             self._replace(feeder, describe_exit(feeder.process.wait(_SECONDS_TO_END)))
             return
         except OSError as error:
-            # With too many open files or no memory, an answer is lost, and no recording is to blame.
+            # An answer is lost if this process has too many open files or no memory left. No recording is to blame for
+            # that.
             feeder.process.kill()
             feeder.is_lost, feeder.board[0] = True, _NOTHING
             raise self._refused("cannot deliver its answer", str(error)) from error
@@ -329,7 +330,7 @@ class Feeders(Generic[Task, Result]):
         feeder.cpu_seconds, feeder.memory_mb = answers.cpu_seconds, answers.memory_mb
 
     def _replace(self, feeder: _Feeder, how: str) -> None:
-        """Replace a feeder that has ended. Its current task has failed."""
+        """Replace a feeder that has ended, and let its current task fail. Its other tasks go to the new feeder."""
         current, bundle = feeder.board[:2]
         is_blamed = bool(
             # The board may name a task that the feeder has already answered.
@@ -338,7 +339,7 @@ class Feeders(Generic[Task, Result]):
         self._num_lost = 0 if is_blamed else self._num_lost + 1
         if self._num_lost > _MOST_LOST:
             raise self._refused(how, "without a current recording")
-        # If this fails, the feeder stays in the list, and the next call of ``listen`` tries again.
+        # If the new feeder cannot start, the old one stays in the list, and the next call of ``listen`` tries again.
         fresh = self._start()
         feeder.line.close()
         self._feeders[self._feeders.index(feeder)] = fresh
@@ -354,10 +355,12 @@ class Feeders(Generic[Task, Result]):
 
 
 class Feed(Generic[Task, Result]):
-    """Iterator over the results of tasks, in order. Each result is an iterable of its parts, which raises its error.
+    """Iterator over the results of tasks, in order.
+
+    Each result is an iterable of its parts. If the task has failed, the iterable raises the error after these parts.
 
     Attributes:
-        all_given: True if all tasks have been given out.
+        all_given: True if all tasks have been sent to feeders.
     """
 
     def __init__(self, feeders: Feeders[Task, Result], tasks: Iterable[Task], number: int) -> None:
@@ -374,7 +377,7 @@ class Feed(Generic[Task, Result]):
     def __next__(self) -> Iterable[Result]:
         if not self._feeders.number:
             return self._feeders.do(next(self._requests).task)
-        # The feeders may be full with requests of units that failed.
+        # Requests of units that failed may have filled the feeders, so wait until there is room.
         while not self._given and not self.all_given:
             self._feeders.listen()
             self._give()
@@ -398,7 +401,7 @@ class Feed(Generic[Task, Result]):
 
 
 class _Inherited:
-    """An open file of this process, to be passed to a process that is forked from the fork server."""
+    """An open file of this process, to be passed to a process that the fork server forks."""
 
     def __init__(self, file: int) -> None:
         self._file = file
@@ -412,7 +415,7 @@ def _detach(handle: Any) -> int:
 
 
 def _feed(pipe: Connection, file: int, pickled: bytes) -> None:
-    """Do tasks in a feeder until the rank ends; the kernel then ends the feeder too."""
+    """Do the tasks that the rank sends until the rank ends; the kernel then ends this process too."""
     # Ctrl-C and a scheduler's SIGTERM reach all processes of a job, but only the rank must handle them.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -435,7 +438,7 @@ def _feed(pipe: Connection, file: int, pickled: bytes) -> None:
                 for number, task in enumerate(tasks):
                     board[0] = number
                     for place, part in enumerate(_attempt(do, task)):
-                        # Send the parts of a long recording one by one, so that it is never in memory as a whole.
+                        # Send the parts of a long recording one by one, so that the whole recording is never in memory.
                         if place:
                             answer(parts, number)
                             parts = []
@@ -448,17 +451,17 @@ def _feed(pipe: Connection, file: int, pickled: bytes) -> None:
     os._exit(0)
 
 
-# The number of a task in its bundle, and a part of its result, or an error and its traceback.
+# The number of a task in its bundle, and either a part of the task's result or an error with its traceback.
 _Part = tuple[int, Any, Exception | None, str]
 
 
 class _Answers(NamedTuple):
-    """A message of a feeder.
+    """A message from a feeder.
 
     Attributes:
         parts: parts of the results of its bundle's tasks.
         current: the number of the current task; all tasks before it are done. None if the whole bundle is done.
-        failure: an error and its traceback for all finished tasks except those with an error of their own.
+        failure: an error and its traceback, which apply to all finished tasks without an error of their own.
         cpu_seconds, memory_mb: processor time since the start of the feeder, and its peak memory.
     """
 

@@ -1,8 +1,8 @@
 """Progress and heartbeats of ranks and drivers: one file per process, whose name changes with every heartbeat.
 
 The name is ``<kind>-<owner>.<beat>.<size>.json``. ``beat`` counts the heartbeats and is ``ended`` in the last one;
-``size`` is the size of the process's log. A single listing of the folder therefore shows which processes are alive and
-which logs have grown.
+``size`` is the size of the process's log in bytes. A single listing of the folder therefore shows which processes are
+alive and which logs have grown.
 """
 
 import math
@@ -23,11 +23,12 @@ from sharmill.files.host import Process
 from sharmill.files.stored import NOT_JSON, open_stored
 
 BEATS_PER_LEASE = 6
-# A process counts as silent after this time. A shared file system may show a record to other nodes half a minute late.
+# A process counts as silent after this many seconds without a heartbeat. A shared file system may show a heartbeat to
+# other nodes half a minute late.
 SILENT_SECONDS = 60.0
 ENDED = "ended"
 
-# Plausible bounds on the numbers of a rank, such as seconds or megabytes.
+# Plausible bounds on the numbers that a rank reports, such as seconds or megabytes.
 _Number = Annotated[float, msgspec.Meta(gt=-1e12, lt=1e12)]
 
 
@@ -70,10 +71,10 @@ class RankProgress(Process, kw_only=True):
     written: float = 0.0
 
     def is_alive(self, now: float, seconds: float = SILENT_SECONDS) -> bool:
-        """Return True if the process has not ended, as far as known, and has written within the last ``seconds``.
+        """Return True if the process is not known to have ended and has written within the last ``seconds``.
 
-        ``now`` is by the clock of the file system, like ``written``. A ``written`` time far in the future does not
-        count as a heartbeat.
+        ``now`` must be a time by the clock of the file system, like ``written``. A ``written`` time far in the future
+        does not count as a heartbeat.
         """
         return not self.ended and abs(now - self.written) <= seconds and not self.is_known_dead()
 
@@ -99,7 +100,7 @@ class Heartbeat(NamedTuple):
 
 
 def list_heartbeats(folder: Path, kind: str = "rank") -> dict[str, Heartbeat]:
-    """Return the last heartbeat of each process of a kind, by owner; this takes a single listing."""
+    """Return the last heartbeat of each process of a kind, by owner, from a single listing of the folder."""
     found: dict[str, Heartbeat] = {}
     for file in sorted(path.name for path in folder.iterdir()):
         name, _, rest = file.partition(".")
@@ -119,12 +120,13 @@ def _order(heartbeat: Heartbeat) -> tuple[int, int]:
 
 
 class ProgressWriter:
-    """Writes heartbeats from its own thread, so that a long unit does not look like a dead rank.
+    """Writes heartbeats from a separate thread, so that a rank with a long unit does not look dead.
 
     Args:
         folder: the folder of all heartbeats of the stage.
         interval: the longest time between two heartbeats, in seconds.
-        tell: is called with the record every ``tell_interval`` seconds, so that the parent need not read the file.
+        tell: a function that is called with the record at least every ``tell_interval`` seconds, so that the parent
+            need not read the file.
 
     Attributes:
         record: the progress, which the owner updates; changes are written with the next heartbeat.
@@ -142,7 +144,7 @@ class ProgressWriter:
         self._tell = tell
         self._tick = min(interval, tell_interval)
         self._beat = self._size = 0
-        # The value in the record that was written last.
+        # The value of ``ready`` in the record that was written last.
         self._ready = 0.0
         self._path: Path | None = None
         self._is_ended = False
@@ -161,7 +163,7 @@ class ProgressWriter:
         self._write(rewrite=False)
 
     def write_soon(self, size: int) -> None:
-        """Give a heartbeat now, with this size of the log. The record itself is written with the next regular one."""
+        """Send a heartbeat now with this log size. The record itself is written with the next regular heartbeat."""
         self._size = size
         self._wake.set()
 
@@ -173,7 +175,8 @@ class ProgressWriter:
             if self._is_ended:
                 return
             self.record.peak_memory_mb = peak_memory_mb()
-            # Write ``ready`` at once, because the supervisor and the leader treat ranks that are loading differently.
+            # Write a new value of ``ready`` at once, because the supervisor and the leader treat loading ranks
+            # differently.
             is_due = time.monotonic() >= next_write or self.record.ready != self._ready
             if is_due:
                 next_write = time.monotonic() + self._interval
@@ -182,7 +185,7 @@ class ProgressWriter:
             self._tell(self.record)
 
     def _write(self, *, rewrite: bool = True) -> None:
-        """Give a heartbeat. Disk errors are ignored here, since the next write of a unit reports them."""
+        """Write a heartbeat. Disk errors are ignored here, since the next write of a unit reports them."""
         self.record.updated = time.time()
         self._beat += 1
         beat = ENDED if self._is_ended else str(self._beat)
@@ -190,7 +193,7 @@ class ProgressWriter:
         with suppress(OSError):
             before, is_renamed = self._path, False
             if before is not None and not rewrite:
-                # A process that has taken this one for dead has renamed the file.
+                # The file is missing here if another process took this one for dead and renamed the file.
                 with suppress(FileNotFoundError):
                     before.rename(path)
                     is_renamed = True
@@ -208,11 +211,11 @@ def peak_memory_mb() -> float:
 
 
 def mark_ended(folder: Path, owner: str, *, size: int | None = None, record: RankProgress | None = None) -> None:
-    """Write the last heartbeat on behalf of a rank that has ended, unless it has done so itself.
+    """Write the last heartbeat on behalf of a rank that has ended, unless the rank has written it itself.
 
     Args:
-        size: the present size of its log; by default the size in its last heartbeat.
-        record: the progress to write for a rank that has never given a heartbeat.
+        size: the present size of the rank's log in bytes; by default the size in its last heartbeat.
+        record: the progress to write for a rank that has never sent a heartbeat.
     """
     with suppress(OSError):
         found = list_heartbeats(folder).get(owner)

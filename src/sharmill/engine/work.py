@@ -1,6 +1,6 @@
 """The loop of a rank, the same for every executor: claim a unit, attempt it, commit it, and repeat.
 
-It ends when the stage has ended: when each unit is committed or given up, or an error has stopped the stage.
+The loop ends when the stage has ended, because each unit is committed or given up, or because of an error.
 """
 
 import logging
@@ -44,7 +44,7 @@ from sharmill.registry import describe_import_error
 log = logging.getLogger(__name__)
 
 # Codes of errors that may concern only one slot. "disk" is left out, because a full shared disk concerns all slots; a
-# full disk of one node raises DeviceError.
+# full disk of a single node raises DeviceError.
 _SLOT_ERROR_CODES = FINAL_CODES - {"disk"}
 
 
@@ -59,7 +59,7 @@ def work(stage: StageRun, rank: Rank, parent: Parent) -> None:
         parent: the process that has started the rank.
 
     Raises:
-        Replace: a fresh process must continue.
+        Replace: a fresh process must replace this one.
         SharmillError: this rank cannot do any work; the error is noted for the leader.
     """
     _Worker(stage, rank, parent).run()
@@ -91,7 +91,8 @@ class _Worker:
                 self._claims = self._visibility.retry_until_visible(lambda: Claims(stage, rank, self._parent))
                 self._do_units()
             except FileNotFoundError:
-                # Report a replaced plan, with which the folders were removed, rather than the missing file.
+                # If the plan was replaced and the folders were removed with it, report that rather than the missing
+                # file.
                 require_current(stage)
                 raise
             except ImportError as error:
@@ -118,7 +119,8 @@ class _Worker:
             self._require_same_device_kind()
             log.info("rank %d is ready for %s on %s after %.1f s", self._rank.number, stage.name, self._rank.device,
                      time.monotonic() - began)  # fmt: skip
-            # Write this at once, because the supervisor ends ranks that are still loading.
+            # Write the time at once: when the stage ends, the supervisor immediately ends ranks that seem to be
+            # loading.
             self._progress.record.ready = time.time()
             self._progress.write_soon(self._log.size)
             while (claim := self._claims.next()) is not None:
@@ -129,7 +131,7 @@ class _Worker:
         """Load the model.
 
         Raises:
-            DeviceError: it cannot be loaded on this device, but perhaps on others.
+            DeviceError: the model cannot be loaded on this device, but perhaps on others.
             ConfigError, FatalError: it cannot be loaded, and no other rank could load it either.
         """
         stage = self._stage
@@ -146,7 +148,8 @@ class _Worker:
             raise
         except (Exception, SystemExit) as error:
             log.warning("rank %d cannot be set up", self._rank.number, exc_info=True)
-            # Device errors of torch are RuntimeErrors. If the model is to blame instead, the other ranks fail as well.
+            # torch raises a RuntimeError for errors of a device. If the model is to blame instead, other ranks fail as
+            # well.
             may_be_device = self._rank.device != "cpu" and isinstance(error, RuntimeError)
             raise self._setup_error(_with_type(error), "device_failed" if may_be_device else "setup_failed") from error
 
@@ -155,7 +158,9 @@ class _Worker:
             found.check_node()
 
     def _require_same_device_kind(self) -> None:
-        """Raise DeviceError if the first rank had another kind of device, whose output would differ."""
+        """Raise DeviceError if this rank's kind of device is not that of the first rank, because the output would
+        differ.
+        """
         kind = self._processor.device_kind
         if not kind:
             return
@@ -201,7 +206,7 @@ class _Worker:
             end(*classify_exit(time.monotonic() - began, self._rank.job_seconds))
             raise
         except (ConfigError, FatalError, ImportError) as error:
-            # The unit is not to blame. If the note cannot be written either, the original error is still raised.
+            # The unit is not to blame. If this note cannot be written, the original error is still raised.
             with suppress(SharmillError):
                 end("released", str(error))
             raise
@@ -232,7 +237,7 @@ class _Worker:
                  commit.rejects)  # fmt: skip
 
     def _end(self, unit: int, generation: int, kind: NoteKind, message: str, traceback: str = "") -> None:
-        """Note the end of an attempt without a commit."""
+        """Write a note about an attempt that ended without a commit."""
         note = Note(
             kind=kind, slot=self._rank.slot, launch=self._claims.launch.id, owner=self._rank.owner, unit=unit,
             generation=generation, message=message, traceback=traceback,
@@ -296,7 +301,7 @@ class _Worker:
         return commit
 
     def _advance(self, unit: Unit, cost: float) -> None:
-        """Add to the progress of a unit; once a second, let the parent look at the stage."""
+        """Add ``cost`` to the progress of a unit; once a second, let the parent look at the stage."""
         record = self._progress.record
         record.unit_cost_done = min(record.unit_cost_done + cost, unit.cost)
         if time.monotonic() - self._reported >= 1.0:
@@ -304,7 +309,7 @@ class _Worker:
             self._parent.wait(0.0)
 
     def _note_error(self, error: SharmillError) -> None:
-        """Note the error that ends this rank: it either stops the stage or concerns only this slot.
+        """Note the error that ends this rank, as an error that stops the stage or as one that concerns only this slot.
 
         Raises:
             FatalError: the plan has been replaced.
@@ -323,13 +328,13 @@ class _Worker:
             self._progress.write_soon(self._log.size)
         except SharmillError as failed:
             if self._rank.is_replaced:
-                # Any other error tells the supervisor that this rank has not noted why it ended.
+                # An error that is no SharmillError tells the supervisor that this rank has not noted why it ended.
                 raise OSError(f"the error of the rank cannot be noted: {failed}") from failed
             log.warning("%s", failed)
 
 
 def classify_exit(seconds: float, job_seconds: float | None) -> tuple[NoteKind, str]:
-    """Return the kind of note, and a message, for an attempt whose rank was told to stop after so many seconds.
+    """Return the kind and the text of a note about an attempt whose rank was told to stop after ``seconds``.
 
     The attempt counts as failed if it ran for more than half of the time limit of a job.
     """
@@ -341,10 +346,10 @@ def classify_exit(seconds: float, job_seconds: float | None) -> tuple[NoteKind, 
 
 
 def scratch_folder(scratch: str | None) -> Path | None:
-    """Return the folder that ``executor.scratch`` names on this machine.
+    """Return the folder that ``executor.scratch`` names on this machine, or None if it is not set.
 
     Raises:
-        DeviceError: this machine has no such folder; others may have one.
+        DeviceError: this machine has no such folder, but other machines may have one.
     """
     if scratch is None:
         return None

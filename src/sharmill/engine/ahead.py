@@ -14,8 +14,8 @@ Begun = TypeVar("Begun")
 class AheadProcessor(Processor, Generic[Begun]):
     """A processor whose feeders load the next unit while the current unit is processed.
 
-    If a unit other than the expected one comes, the prefetched input is dropped. An error while prefetching is raised
-    when its unit is taken, so that it fails this unit and no other.
+    If the next unit is not the expected one, the prefetched input is dropped. An error while prefetching is raised when
+    its unit is taken, so that it fails this unit and no other.
     """
 
     def __init__(self, feeders: Feeders[Any, Any]) -> None:
@@ -25,7 +25,7 @@ class AheadProcessor(Processor, Generic[Begun]):
 
     @abstractmethod
     def begin(self, unit: Unit) -> Begun:
-        """Start to load the input of a unit."""
+        """Start to load the input of a unit, and return the object that ``take`` will return for it."""
 
     def expect(self, unit: Unit | None) -> None:
         self._expected = unit

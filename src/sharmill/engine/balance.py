@@ -36,7 +36,7 @@ def pack(costs: Iterable[float], num_bins: int) -> list[list[int]]:
             raise ValueError(f"the cost of item {item} must be finite and not negative, got {cost}")
     bins: list[list[int]] = [[] for _ in range(num_bins)]
     loads = [(0.0, index) for index in range(num_bins)]  # this is already a valid heap
-    # ``sorted`` is stable, also with ``reverse``, so items of equal cost stay in the order of their index.
+    # ``sorted`` is stable, even with ``reverse``, so items of equal cost stay in the order of their index.
     for item in sorted(range(len(values)), key=values.__getitem__, reverse=True):
         load, index = loads[0]
         bins[index].append(item)
@@ -49,7 +49,8 @@ def divide_evenly(costs: np.ndarray, number: int) -> list[int]:
 
     Returns:
         The number + 1 bounds: run n has the items from bound n up to, but not including, bound n + 1. Each bound is the
-        position at which the cumulative cost is nearest to an equal share, the first position in case of a tie.
+            position at which the cumulative cost is nearest to an equal share; in case of a tie, the first such
+            position.
 
     >>> divide_evenly(np.array([4.0, 1.0, 1.0, 1.0, 1.0]), 2)
     [0, 1, 5]

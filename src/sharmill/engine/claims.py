@@ -14,9 +14,10 @@ from sharmill.files.stored import load_record
 
 log = logging.getLogger(__name__)
 
-# After losing so many claims to other ranks, a rank pauses and then lists the existing claims.
+# Number of claims that a rank may lose to other ranks before it pauses and lists the existing claims again.
 _MOST_LOSSES = 2
-# The first pause is proportional to the number of ranks, since all of them may list the claims at the same time.
+# Seconds of the first pause for each rank. The pause grows with the number of ranks, since all of them may list the
+# claims at the same time.
 _PAUSE_PER_RANK = 0.005
 
 
@@ -24,14 +25,15 @@ class Claims:
     """The claims of one rank on the units of a stage, and the choice of its next unit.
 
     The claim on a unit is the file ``<unit>.<generation>``, whose content names its owner. The claim with the highest
-    generation is valid. If an attempt has ended without a commit, the leader offers the next generation; it also ends
-    the attempts of dead ranks. If two ranks try to create the same claim, one succeeds. An older owner cannot displace
-    a newer one, because the newer claim has another name. A claim is not a lock: a rank that was wrongly taken for dead
-    may continue with its unit, but both ranks then produce the same bytes.
+    generation is valid. If an attempt has ended without a commit, the leader offers the unit again with the next
+    generation; it also ends the attempts of dead ranks. If two ranks try to create the same claim, one succeeds. An
+    older owner cannot displace a newer one, because the newer claim has another name. A claim is not a lock: a rank
+    that was wrongly taken for dead may continue with its unit, but both ranks then produce the same bytes.
 
-    A rank first processes the units of its own bin, independently of other ranks. Then it takes units that the state
-    offers. Finally it takes units from other bins, preferring the bins with the most cost left (work stealing, Blumofe
-    and Leiserson 1999, doi:10.1145/324133.324234). The choice is random, so that ranks do not all try the same unit.
+    A rank first processes the units of its own bin, independently of other ranks. Then it takes units that the leader
+    offers again. Finally it takes units from other bins, preferring the bins with the most cost left (work stealing,
+    Blumofe and Leiserson 1999, doi:10.1145/324133.324234). The choice is random, so that ranks do not all try the same
+    unit.
 
     Args:
         stage: the stage, with its current plan.
@@ -98,19 +100,20 @@ class Claims:
         while self._own:
             if (claim := self._claim_first(self._own.pop())) is not None:
                 return claim
-            # Another rank takes units from this bin: drop all units that it has claimed.
+            # Another rank is taking units from this bin: drop all units that it has claimed.
             free = {index for part in self._list_free() for index in part}
             self._own = [index for index in self._own if index in free]
         return None
 
     def _claim_offered(self) -> tuple[int, int] | None:
-        """Claim an offered unit, whose last attempt has ended without a commit, unless this slot must avoid it."""
+        """Claim a unit that the leader offers to be tried again, unless this slot must avoid that unit."""
         # Remember the claims tried, because an offer remains until the leader has seen a claim.
         offered = [
             (index, offer.generation) for index, offer in self._file.state.offers.items()
             if self.rank.slot not in offer.avoid and (index, offer.generation) not in self._tried
         ]  # fmt: skip
-        # Choose at random among the first offers, which have failed least often, so that ranks try different units.
+        # Choose at random among the first offers, whose units have failed least often, so that ranks try different
+        # units.
         first = offered[: max(8, len(offered) // 4)]
         for claim in self._random.sample(first, min(_MOST_LOSSES, len(first))):
             self._tried.add(claim)
@@ -141,7 +144,7 @@ class Claims:
         return None
 
     def _list_free(self) -> list[list[int]]:
-        """Return the units without a claim, by bin. Units never return to this list."""
+        """Return the units without a claim, by bin; bins without such units are left out. A claimed unit never returns."""
         claimed = latest_claims(self._stage)
         parts = ([index for index in part if index not in claimed] for part in self.launch.bins)
         return [part for part in parts if part]

@@ -83,7 +83,7 @@ class MetricsLog(Curves):
             )  # fmt: skip
 
     def commit(self, unit: Unit, commit: Commit) -> None:
-        """Add the point of a completed unit."""
+        """Add the point for a completed unit to the curves."""
         self._units += 1
         self._audio_seconds += unit.cost
         self._rejects += commit.num_rejected

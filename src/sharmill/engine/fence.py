@@ -3,13 +3,13 @@
 Each plan has a random token, which is passed to its ranks. The token begins with the id of the run, so that the owner
 of a folder is known. Ranks write only below two folders that are named by the token: ``ranks/<token>`` in the stage's
 folder of the run directory, and a folder in the staging folder beside the final files. Only the process that directs
-the run creates them. A restart removes them first, so every late write or rename of an older rank fails.
+the run creates them. A restart removes them first, so every late write or rename by an older rank fails.
 
-A reservation keeps other runs out of folders of a dataset directory until its run has published everything. It is one
-file in the staging folder, named by the random id in the run directory, and lists the folders of all unfinished stages
-of the run. A run directory that was moved keeps its id and its reservation. A copy has the same id; while the original
-exists, the reservation and the jobs belong to the original only. While a reservation exists, only its run publishes
-into these folders.
+A reservation keeps other runs out of folders of a dataset directory until its own run has published everything. It is
+one file in the staging folder, named by the id of the run, and lists the folders of all unfinished stages of the run.
+The id is a random number in the run directory. A run directory that was moved keeps its id and its reservation. A copy
+has the same id; while the original exists, the reservation and the jobs belong to the original only. While a
+reservation exists, only its run publishes into these folders.
 """
 
 import logging
@@ -79,7 +79,8 @@ def reserve(stages: Sequence[StageRun], *, restart: bool) -> None:
     """Reserve the folders of a run's unfinished stages, or of all its stages on a restart.
 
     The run checks for other reservations before it writes its own, so as not to obstruct an earlier one, and again
-    afterwards. If two runs come at once, at least one of them therefore sees the other and gives up; perhaps both do.
+    afterwards. If two runs reserve at the same time, at least one of them therefore sees the other and gives up;
+    perhaps both do.
 
     Raises:
         ConfigError: another run has reserved one of the folders, or has published files into it. Nothing is reserved.
@@ -125,7 +126,7 @@ def require_own_output(stage: StageRun) -> None:
     if (own := stage.publication) is None:
         return
     refuse_reservations(own.root, stage.run_dir.read_id(), own.reserves())
-    # A reservation alone proves nothing if there is no plan: others may have written files since.
+    # Without a plan, a reservation alone proves nothing, since other runs may have written files meanwhile.
     if not (_own_folders(own.root, stage.run_dir).issuperset(own.reserves()) and stage.dir.token_file.exists()):
         own.check_output()
 
@@ -184,7 +185,7 @@ def require_original(run_dir: RunDir) -> None:
 
 
 def refuse_copy(run_dir: RunDir) -> None:
-    """Raise ConfigError for a copy of a run directory, because its id would find the jobs of the original run."""
+    """Raise ConfigError for a copy of a run directory, because its id would identify the jobs of the original run."""
     request = run_dir.read_request()
     if request is not None and request.run and _is_copy(run_dir, request.run):
         raise ConfigError(
@@ -243,7 +244,7 @@ def _place(run: Path) -> tuple[str, str, int]:
 def _is_of_here(reservation: Reservation) -> bool:
     """Return True if this user made a reservation on this host, and the file system of its run directory is mounted.
 
-    If it is not mounted, the empty mount point lies on another file system.
+    If it is not mounted, its empty mount point belongs to another file system, with another device number.
     """
     with suppress(OSError):
         return _place(Path(reservation.run)) == (reservation.host, reservation.user, reservation.device)
@@ -251,7 +252,7 @@ def _is_of_here(reservation: Reservation) -> bool:
 
 
 def _is_missing(run: str) -> bool:
-    """Return True if a run directory does not exist, as far as this user can see."""
+    """Return True if a run directory does not exist, as far as this user can tell."""
     try:
         Path(run).lstat()
     except (OSError, ValueError) as error:
@@ -341,7 +342,7 @@ def _keep(root: Path, run_id: str, folders: Collection[str]) -> None:
     for temporary in _find(root, f".{run_id}*.tmp"):
         remove(temporary)
     remove_if_empty(staging)
-    # Sync the removal, because nothing would remove a reservation that came back after the end of the last stage.
+    # Sync the removal: if a power failure restored the reservation after the last stage, nothing would remove it again.
     for folder in (staging, root):
         with suppress(FileNotFoundError):
             fsync(folder)
@@ -372,7 +373,7 @@ def make_fence(stage: StageRun) -> None:
 def wait_for_plan(stage: StageRun, visibility: VisibilityTimeout) -> None:
     """Wait until this node sees the stage's plan and its folders, and check their owner.
 
-    Return even if time runs out; the caller must check that the plan is current.
+    Return even if the time runs out; the caller must check that the plan is current.
     """
     paths, folders = stage.dir, fenced_folders(stage)
     visibility.wait_until(
@@ -406,7 +407,7 @@ def superseded(stage: StageRun) -> FatalError:
 
 
 def remove_fences(paths: StageDir, root: Path) -> None:
-    """Remove the folders of a stage's plans, so that their ranks can write nothing any more."""
+    """Remove the folders of a stage's plans, so that the ranks of these plans can no longer write anything."""
     for ranks in (paths.path / "ranks").glob(_TOKEN):
         for folder in (root, paths.path):
             remove_at_once(token_staging(folder, ranks.name))

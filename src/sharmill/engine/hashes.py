@@ -9,7 +9,7 @@ def find_first(*columns: np.ndarray) -> np.ndarray:
     Besides the columns, this takes about 30 bytes of memory per row.
 
     Args:
-        columns: arrays of shape (N,), uint64; two columns hold hashes of 128 bits.
+        columns: arrays of shape (N,), uint64; two columns can hold 128-bit hashes.
 
     >>> find_first(np.array([7, 5, 7, 7]), np.array([0, 0, 0, 1])).tolist()
     [0, 1, 0, 3]

@@ -26,14 +26,17 @@ from sharmill.files.stored import NOT_JSON, load_record, read_record, read_store
 
 
 class Launch(msgspec.Struct, kw_only=True):
-    """The values that ranks are started with; frozen until all of them have ended.
+    """The values with which the ranks of a stage are started; used until all of these ranks have ended.
 
     Attributes:
-        id: a random name, which notes of attempts repeat.
+        id: a random id, which the notes and commits of these ranks repeat.
         bins: the indices of the units of each rank; empty for ranks that join later.
-        join_seconds: time for other ranks to join before units that the present ranks cannot process are given up.
-        begun: number of attempts that had ended at each start of ranks, the last entry being for these ranks.
-        first: the generation of the first claim on each unit with earlier attempts; 0 for all other units.
+        join_seconds: seconds to wait for other ranks to join before giving up units that the present ranks cannot
+            process.
+        begun: for each start of ranks, the number of attempts that had ended by then; the last entry is for these
+            ranks.
+        first: the generation of the first claim in this launch on each unit with earlier attempts; 0 for all other
+            units.
     """
 
     id: str
@@ -131,7 +134,10 @@ def read_attempts(stage: StageRun) -> Attempts:
 def end_attempts(stage: StageRun, missing: Container[int]) -> Attempts:
     """Note the failure of attempts whose ranks ended without a note, and return all attempts.
 
-    All ranks have ended. ``missing`` are the units without a commit.
+    The caller knows that all ranks have ended.
+
+    Args:
+        missing: the indices of the units without a commit.
     """
     attempts, log = read_attempts(stage), RecordLog(stage.ranks.log(uuid4().hex))
     for unit, generation in latest_claims(stage).items():
@@ -146,9 +152,9 @@ def end_attempts(stage: StageRun, missing: Container[int]) -> Attempts:
 
 
 def has_seen_ends(stage: StageRun) -> bool:
-    """Return True if all started ranks have given their last heartbeat, and their complete logs are visible here.
+    """Return True if all started ranks have sent their last heartbeat, and their complete logs are visible here.
 
-    A rank that was killed together with its supervisor never gives a last heartbeat.
+    If a rank was killed together with its supervisor, its last heartbeat is missing, and the result stays False.
     """
     # This call makes the node refresh its view of the folder.
     time_of_folder(stage.ranks.progress)
@@ -160,7 +166,7 @@ def has_seen_ends(stage: StageRun) -> bool:
 
 
 def latest_claims(stage: StageRun) -> dict[int, int]:
-    """Return the highest generation of the claims on each unit; this takes a single listing."""
+    """Return the highest generation of the claims on each unit, by unit index, from a single listing of the folder."""
     found: dict[int, int] = {}
     for path in stage.ranks.claims.iterdir():
         unit, _, generation = path.name.partition(".")
@@ -177,13 +183,15 @@ def make_claim(stage: StageRun, name: str, claim: Claim) -> bool:
             with path.open("xb") as stream:
                 stream.write(msgspec.json.encode(claim))
         except FileExistsError:
-            # The claim may be this one: an NFS client repeats a request whose answer was lost.
+            # The claim may be from this very call, because an NFS client repeats a request whose answer was lost.
             return read_claim(stage, name).owner == claim.owner
     return True
 
 
 def read_claim(stage: StageRun, name: str) -> Claim:
-    """Return a claim. It has no owner if its rank was killed while writing it."""
+    """Return a claim. It has no owner if its file is missing, or incomplete because the rank was killed while writing
+    it.
+    """
     try:
         return msgspec.json.decode(read_stored(stage.ranks.claims / name), type=Claim)
     except (*NOT_JSON, FileNotFoundError):
@@ -199,7 +207,7 @@ def find_workers(run_dir: RunDir, *, ranks: bool = True) -> list[str]:
 
 
 def describe_workers(live: Sequence[str]) -> str:
-    """Return the descriptions of the first three processes, and the number of further ones."""
+    """Return the descriptions of the first three processes and the number of further ones, as one phrase."""
     more = f" and {len(live) - 3} more" if len(live) > 3 else ""
     return f"{', '.join(live[:3])}{more}"
 
@@ -208,8 +216,8 @@ def find_live(paths: StageDir, lease_seconds: float = RunOptions.lease_seconds, 
     """Return a short description of each process that may be at work on an unfinished stage.
 
     Args:
-        ranks: include ranks as well as drivers. Leave them out if a scheduler's queue knows better than heartbeats
-            which ranks are alive.
+        ranks: include ranks as well as drivers. Exclude ranks if a scheduler's queue shows more reliably than
+            heartbeats which of them are alive.
     """
     found = paths.ranks
     if paths.done.exists() or not found.launch.exists():

@@ -1,8 +1,8 @@
 """The leader of a stage: one process that reads the notes of all ranks, decides, and writes the state of the stage.
 
-The leader is the driver if there is one, otherwise a supervisor. Ranks keep working if it dies, and another process
-takes over when the state has not been touched for a lease. Two leaders at once do no harm, since only the ledger
-decides which units are complete. The leader that is named in the state stays.
+The leader is the driver if there is one, otherwise a supervisor. Ranks keep working if the leader dies, and another
+process takes over if the state file has not been touched for a lease. Two leaders at once do no harm, since only the
+ledger decides which units are complete; only the leader that the state names stays.
 """
 
 import logging
@@ -29,8 +29,8 @@ from sharmill.files.record_log import RecordLog
 
 log = logging.getLogger(__name__)
 
-# Heartbeats of the leader per lease. Every process reads the state again after each heartbeat, so there should be few;
-# but a shared disk may show a heartbeat up to a minute late.
+# Number of heartbeats of the leader per lease. Every process reads the state again after each heartbeat, so there
+# should be few; but a shared disk may show a heartbeat up to a minute late.
 _STATE_BEATS = 3
 
 
@@ -50,7 +50,8 @@ def decide(
         claimed: the highest generation of the claims on each unit that was tried. For a unit without a claim in this
             launch, it is the first generation.
         live: the slots of live ranks that are ready or will be soon.
-        has_waited: True if ranks on other hosts, which could process units that are given up, have had time to join.
+        has_waited: True if ranks on other hosts have had time to join. Until then, they may process units that would
+            otherwise be given up.
     """
     excluded = attempts.excluded()
     is_over = all_given_up(attempts, missing, live if has_waited else {*live, "another host/rank"})
@@ -102,7 +103,8 @@ class Leader:
         self._log = RecordLog(stage.ranks.log(self.id))
         self._looked = time.monotonic()
         self._written = -math.inf
-        # For each rank: its last heartbeat, the time of its last change, and the time when the rank was first seen.
+        # For each rank: its last heartbeat, the time at which the heartbeat last changed, and the time at which the
+        # rank was first seen.
         self._beats: dict[str, tuple[str, float, float]] = {}
         self._dead: set[str] = set()
         self._new_dead = False
@@ -110,7 +112,7 @@ class Leader:
         self._claims_listed = -math.inf
         self._claimed: dict[int, int] = dict(notes.launch.first)
         self._claims: dict[tuple[int, int], Claim] = {}
-        # The time since which all missing units are given up.
+        # The time at which all missing units were first found to be given up; infinite if that is not so.
         self._over_since = math.inf
 
     def silent_ranks(self) -> list[int]:
@@ -155,7 +157,7 @@ class Leader:
         """Write the state if it has changed or a heartbeat is due. On a full disk, the file stays unchanged.
 
         Args:
-            leads: True if this process stays the leader; otherwise other processes may lead at once.
+            leads: True if this process stays the leader; otherwise another process may become the leader at once.
 
         Raises:
             FatalError: the end of the stage cannot be written.
@@ -163,7 +165,8 @@ class Leader:
         state = msgspec.structs.replace(state, leader=self.id if leads else "", term=self.term)
         path, now = self._stage.ranks.state, time.monotonic()
         temporary = temp_path(path)
-        # A changed number of missing units alone is not written at once, so that others need not read it for each unit.
+        # If only the number of missing units has changed, wait for the next heartbeat, so that other processes need not
+        # read the state for each unit.
         is_same = state == msgspec.structs.replace(found, num_missing=state.num_missing)
         try:
             if not is_same or now - self._written >= self._lease / _STATE_BEATS:
@@ -200,7 +203,7 @@ class Leader:
         }
 
     def _are_all_here(self) -> bool:
-        """Return True if all started ranks are alive; a rank that is not may be requeued on another host."""
+        """Return True if all started ranks are alive. A rank that is not alive may be requeued on another host."""
         here = {rank.rank for owner, rank in self.notes.ranks.items() if owner not in self._dead}
         return here.issuperset(range(len(self.notes.launch.bins)))
 
@@ -230,7 +233,7 @@ class Leader:
             claim = self._claims.get((unit, generation)) or read_claim(self._stage, f"{unit}.{generation}")
             if claim.owner:
                 self._claims[unit, generation] = claim
-            # A claim without an owner was created but never written; its name stands for the owner then.
+            # A claim without an owner was created but never written; use its name instead of the owner.
             if self.is_dead(claim.owner or f"{unit}.{generation}", now):
                 log.warning("unit %d is released, because its rank %s is dead", unit, claim.owner)
                 words = f"the rank on {claim.slot} died or stopped sending heartbeats"

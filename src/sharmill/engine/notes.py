@@ -1,4 +1,4 @@
-"""Incremental reading of the logs and heartbeats of a stage's ranks; each look reads only the changes."""
+"""Incremental reading of the logs and heartbeats of a stage's ranks: each call reads only what has changed."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -17,11 +17,11 @@ class Notes:
 
     Args:
         stage: the stage, with the plan's token.
-        for_people: read the progress within units too.
+        for_people: True if people watch the stage, so that the progress within units is read too.
 
     Attributes:
         heartbeats: the last heartbeat of each rank, by owner.
-        ranks: the progress of each rank that was read last, by owner.
+        ranks: the latest known progress of each rank, by owner.
     """
 
     def __init__(self, stage: StageRun, *, for_people: bool) -> None:
@@ -36,7 +36,7 @@ class Notes:
     def new_records(self) -> Iterator[Commit | Note]:
         """Yield the records that were added since the last call."""
         self._look_at_heartbeats()
-        # The first call reads all logs, since those of leaders and of earlier launches have no heartbeat.
+        # The first call reads all logs, since the logs of leaders and of earlier launches have no heartbeat.
         grown = [f"{one.owner}.jsonl" for one in self.heartbeats.values() if self._has_grown(one)]
         yield from self._tail.records(grown if self._has_looked else None)
         self._has_looked = True
@@ -51,7 +51,7 @@ class Notes:
 
     def _look_at_heartbeats(self) -> None:
         folder = self.stage.ranks.progress
-        # A new name that is not visible yet looks like an unchanged heartbeat.
+        # A heartbeat whose new name is not visible yet looks unchanged.
         for owner, heartbeat in list_heartbeats(folder).items():
             before, self.heartbeats[owner] = self.heartbeats.get(owner), heartbeat
             known = self.ranks.get(owner)

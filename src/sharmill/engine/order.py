@@ -55,7 +55,7 @@ def stage_classes(config: Config) -> dict[str, type[Stage]]:
 
 
 def _reads(stage: type[Stage], kind: str) -> bool:
-    """Return True if ``after`` of a stage names this kind, or the other step to which this kind belongs."""
+    """Return True if a stage's ``after`` names this kind, or the step of this kind if the stage is of another step."""
     step = step_of(kind)
     return kind in stage.after or (step in stage.after and step != step_of(stage.kind))
 
@@ -72,7 +72,8 @@ def dependent_stages(config: Config, kind: str) -> list[str]:
 def choose_stages(config: Config, names: Iterable[str] | None = None) -> Sequence[str]:
     """Return the kinds of the named stages, including all rounds of a step; by default all stages.
 
-    A configuration without sources stands for a finished dataset; all stages are then those that need nothing else.
+    A configuration without sources describes a finished dataset. The default is then all stages except ``prepare``,
+    ``match`` and the stages that read their output.
 
     Raises:
         ConfigError: the dataset has no stage with one of these names.
@@ -93,7 +94,7 @@ def choose_stages(config: Config, names: Iterable[str] | None = None) -> Sequenc
 
 
 def make_stages(config: Config, names: Iterable[str] | None = None) -> list[StageRun]:
-    """Return the named stages, by default all, in the order in which they run; one for each item of a section."""
+    """Return the named stages, by default all, in the order in which they run; a list in a section yields several."""
     run_dir, options, classes = RunDir(Path(config.run_dir)), RunOptions.from_config(config), stage_classes(config)
     runs = []
     for kind in choose_stages(config, names):
@@ -118,16 +119,17 @@ def config_of_run(run_dir: str | Path) -> Config:
     dataset_dir = shown.dataset_dir
     if ("dataset_dir",) in shown.references.written:
         dataset_dir = str(paths.read_reserved() or dataset_dir)
-    # Use the given path, because a relative path in the stored configuration refers to the folder of the start.
+    # Use the given path, because a relative path in the stored configuration refers to the folder in which the run was
+    # started.
     return replace(shown, run_dir=str(run_dir), dataset_dir=dataset_dir)
 
 
 def dependent_folders(stage: StageRun) -> list[StageDir]:
     """Return the folders of the stages whose output is removed when a stage is restarted.
 
-    There are none unless the stage replaces all of ``root``. In that case, these are all stages in the run directory,
-    except stages that do not depend on its output, and stages that read the output of all stages, which detect the
-    change themselves.
+    The list is empty unless the stage replaces all of ``root``. Otherwise it contains all stages in the run directory
+    except the stage itself, stages that do not depend on its output, and stages that read the output of all stages,
+    since they detect the change themselves.
     """
     if stage.publication is None or not stage.publication.replaces_root:
         return []

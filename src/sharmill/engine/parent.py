@@ -36,7 +36,7 @@ class Rank:
 
 
 class Parent(Protocol):
-    """Interface of a rank to the process that has started it, which gets the rank's progress without reading files.
+    """Interface of a rank to the process that has started it, to which it reports its progress without files.
 
     Attributes:
         interval: the longest time between two calls of ``tell``, in seconds.
@@ -48,4 +48,4 @@ class Parent(Protocol):
         """Report the progress of the rank. This is called from several threads, and never blocks."""
 
     def wait(self, seconds: float) -> object:
-        """Wait until the state of the stage may have changed, but at most so many seconds."""
+        """Wait until the state of the stage may have changed, but for at most ``seconds``."""

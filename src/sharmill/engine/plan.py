@@ -1,7 +1,7 @@
 """The frozen plan of a stage, and the ledger of the units that are complete.
 
-A plan is bound to its identity: everything that the output bytes depend on, which is the configuration, the inputs and
-the versions of packages. Differences between two identities are described in words.
+A plan is bound to its identity, which contains everything that the output bytes depend on: the configuration, the
+inputs and the versions of packages. Differences between two identities are described in words.
 
 The ledger has one log per process. A process appends each commit as one JSON line and syncs it to disk; notes about
 attempts go into the same log. A process that is killed can therefore leave only one incomplete last line, which does
@@ -56,12 +56,12 @@ _OWN_FILES: Final = (
 )  # fmt: skip
 _SHOWN_CHARACTERS: Final = 60
 _FOLDER_KEYS: Final = {"folder", "from_run_dir"}
-# Identity keys whose values mean nothing to people, with a description of their change.
+# Keys of an identity whose values mean nothing to people, with a message about their change.
 _CHECKSUMS: Final = {"input": "the input has other content", "files": "files of the dataset have changed"}
 
 
 def find_changes(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
-    """Return a clause for each difference between two identities: ``match.min_similarity is 0.7, was 0.6``."""
+    """Return a clause for each difference between two identities, such as ``match.min_similarity is 0.7, was 0.6``."""
     changes = []
     for path, before, now in find_differences(old, new):
         top = path.partition(".")[0].partition("[")[0]
@@ -100,7 +100,10 @@ def show(value: Any) -> str:
 
 
 def read_or_make_plan(stage: StageRun, *, restart: bool = False) -> tuple[StageRun, list[Unit]]:
-    """Return the stage with its plan's token, and the units of the plan. The plan is made if there is none.
+    """Return the stage with its plan's token, and the units of the plan; make a plan if there is none.
+
+    A new plan is also made if ``restart`` is True, if it was requested, or if the plan is outdated and little work is
+    lost.
 
     Raises:
         ConfigError: the existing plan has another configuration, input or version, or the output belongs to another
@@ -113,7 +116,7 @@ def read_or_make_plan(stage: StageRun, *, restart: bool = False) -> tuple[StageR
     require_own_output(stage)
     identity = stage.declaration.identity(stage)
     if stage.kind not in STAGES.own and stage.kind in STAGES.names():
-        # A plug-in brings the stage, and its version affects the output.
+        # The stage comes from a plug-in, whose version affects the output.
         identity |= {"package": STAGES.version(stage.kind)}
     # Convert the identity to the form in which it is read back: JSON has no tuples, and the keys are sorted.
     identity = stage.options.references.identify(identity, step_of(stage.kind))
@@ -138,7 +141,7 @@ def read_or_make_plan(stage: StageRun, *, restart: bool = False) -> tuple[StageR
 
 
 def _is_cheap_to_replan(stage: StageRun) -> bool:
-    """Return True if another plan loses little work: for checks of all stages, and for secondary rounds of a step."""
+    """Return True if a new plan loses little work: for stages that read all others, and for secondary rounds of a step."""
     return "*" in stage.declaration.after or step_of(stage.kind) != stage.kind
 
 
@@ -172,8 +175,8 @@ def request_replan_if_audio_came(stage: StageRun, has_audio: Callable[[Any, int 
 def _is_planned(stage: StageRun) -> bool:
     """Return True if a plan exists.
 
-    The check creates the plan's folder, because only the file server's answer to that is reliable: a node may see an
-    outdated listing.
+    The check tries to create the plan's folder, because the file server answers that reliably, whereas the node's
+    listing of the folder may be outdated.
     """
     make_folder(stage.dir.path)
     with stopping_errors(stage.dir.plan):
@@ -220,7 +223,7 @@ def discard_stage(stage: StageRun) -> None:
 
 
 def _find_products(stage: StageRun) -> list[Path]:
-    """Return the files that a stage has left for other stages; none if its ``done.json`` is damaged.
+    """Return the files that a stage has made for other stages; an empty list if its ``done.json`` is damaged.
 
     Raises:
         ConfigError: a file lies behind a link.
@@ -236,13 +239,13 @@ def _find_products(stage: StageRun) -> list[Path]:
 
 
 def has_output(stage: StageRun) -> bool:
-    """Return True if everything that a finished stage has left for others is still in place."""
+    """Return True if all products and published files of a finished stage are still in place."""
     has_products = all(path.exists() for path in _find_products(stage))
     return has_products and (stage.publication is None or stage.publication.is_complete())
 
 
 def _remove_files(paths: StageDir) -> None:
-    """Remove the engine's files from a stage's folder, the plan last. Files of others stay."""
+    """Remove the engine's files from a stage's folder, the plan last. All other files stay."""
     folders = [paths.path / name for name in ("parts", "logs", "ranks", STAGING_NAME)]
     if paths.token_file.exists():
         remove_temp_files(paths.path)
@@ -255,7 +258,7 @@ def _remove_files(paths: StageDir) -> None:
 
 
 def refuse_linked_folders(stage: StageRun) -> None:
-    """Raise ConfigError if a folder of the stage, a log or a file of a cluster's jobs is a link or not this user's.
+    """Raise ConfigError if a folder, a log or a job file of the stage is a link or belongs to another user.
 
     A link is refused because its target may not belong to this run.
     """
@@ -289,7 +292,7 @@ def _freeze(stage: StageRun, identity: dict[str, Any], run_id: str) -> tuple[Sta
     remove_if_empty(stage.dir.plan)
     make_folder(stage.dir.path)
     names = sorted(path.name for path in stage.dir.path.iterdir() if not path.name.startswith("."))
-    # A section that has become a list has the folders of its stages inside the folder of the former single stage.
+    # If a section has become a list, the folders of its stages lie in the folder of the former single stage.
     foreign = [name for name in names if name != "ranks" and not StageDir(stage.dir.path / name).token_file.exists()]
     if foreign and not stage.dir.token_file.exists():
         raise ConfigError(
@@ -342,7 +345,7 @@ def committed_files(stage: StageRun) -> list[PublishedFile]:
     """Return the files of all units that the stage's current plan has completed, including revoked units."""
     if not stage.ranks.token:
         return []
-    # The list of units is not read, because a damaged plan must be discardable too.
+    # Do not read the list of units, because it must be possible to discard a damaged plan too.
     commits = [*iterate_ledger(stage.dir), *read_revoked(stage).values()]
     return [file for commit in commits for file in commit.files]
 
@@ -350,8 +353,8 @@ def committed_files(stage: StageRun) -> list[PublishedFile]:
 def revoke(stage: StageRun, indices: Collection[int]) -> None:
     """Remove the commits of units from the ledger, so that the next run processes these units again.
 
-    The commits are kept in a separate file, because the new output must be the same. If the call is interrupted, repeat
-    it. Only the process that directs a run may call it.
+    The commits are kept in a separate file, because the new results must be the same. If the call is interrupted,
+    repeat it. Only the process that directs a run may call it.
     """
     remove_temp_files(stage.ranks.ledger)
     commits = read_ledger(stage.dir, stage.dir.read_units())
@@ -425,7 +428,7 @@ def wait_for_units(
     if not VisibilityTimeout(stage.options.seconds_until_seen).wait_until(
         look, f"{stage.name}: the output of all units"
     ):
-        # Look again, so that an error that persists is raised.
+        # Look once more, so that an error that persists is raised.
         look()
     return found
 

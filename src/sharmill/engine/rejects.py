@@ -47,12 +47,12 @@ def describe_rejects(folder: Path, reasons: Mapping[str, int]) -> list[str]:
     examples = dict.fromkeys((reason for reason, _ in most_common), "")
     for reject in chain.from_iterable(read_records(path, Reject) for path in sorted(folder.glob("*.jsonl"))):
         if examples.get(reject.reason) == "":
-            # Prepend the name of the audio if the sentence does not mention it.
+            # Prepend the name of the audio if the detail does not mention it.
             name = reject.record.get("audio_filepath") if isinstance(reject.record, dict) else None
             is_named = not isinstance(name, str) or name in reject.detail
             text = reject.detail if is_named else f"{name}: {reject.detail}"
             text = " ".join(text.split())
-            # Show whole sentences, unless they quote long input.
+            # Show the whole detail, unless it is very long because it quotes the input.
             examples[reject.reason] = f", the first: {text if len(text) <= 400 else text[:397] + '...'}"
         if all(examples.values()):
             break

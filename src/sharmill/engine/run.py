@@ -41,7 +41,7 @@ from sharmill.files.stored import open_stored
 
 
 def locked(run_dir: RunDir, wait_seconds: float = 0.0) -> FolderLock:
-    """Return the lock on a run directory, without which two processes that direct the run could undo each other's work.
+    """Return the lock on a run directory, which keeps two processes that direct the run from undoing each other's work.
 
     Raises:
         ConfigError: the directory is not writable, or, on entering the lock, another process still holds it after
@@ -83,7 +83,9 @@ def run_stage(
     restart: bool = False,
     unlocked: Unlocked = nullcontext,
 ) -> StageResult:
-    """Process the missing units of a stage, and finalize it when all are complete; or join processes at work on it.
+    """Process the missing units of a stage, perhaps with other processes, and finalize the stage if all are complete.
+
+    If other processes are already at work on the stage, this process joins them.
 
     Args:
         unlocked: returns a context in which other processes may direct the run. The caller holds the lock of the run
@@ -139,7 +141,7 @@ def _revoke_lost(stage: StageRun, units: list[Unit], done: dict[int, Commit]) ->
             code="no_dataset",
         )
     if lost:
-        # Remove the first commit, because the second one may differ, for instance on another GPU.
+        # Remove the earlier commit, because the new one may differ, for instance on another GPU.
         revoke(stage, lost)
     if missing or not has_output(stage):
         remove(stage.dir.done)
@@ -207,7 +209,7 @@ def merge_files(paths: Iterable[Path], goal: Path) -> None:
 
 
 def _remove_leftovers(stage: StageRun) -> None:
-    """Remove temporary files of killed processes, but no files of ranks, which may be at work for the same plan."""
+    """Remove temporary files of killed processes, but not those of ranks, which may still be working on the same plan."""
     remove_dead_attempts(token_staging(stage.root, stage.token))
     paths = stage.run_dir
     own = (

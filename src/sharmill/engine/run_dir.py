@@ -1,7 +1,7 @@
 """The paths in a run directory, and its records about the run.
 
-Only the request and the outcome of a run are recorded. Everything else is derived from the plans, the ledgers, the
-``done.json`` of each stage, and the queue. Other files in the folder of a stage are named by the stage itself.
+Only the request and the outcome of a run are recorded. The rest of its state is derived from the plans, the ledgers,
+the ``done.json`` of each stage, and the queue. A stage may have other files in its folder, which it names itself.
 """
 
 import os
@@ -36,7 +36,7 @@ def _read_name(path: Path, pattern: str, problem: str) -> str:
 
 
 class RankFolders:
-    """The files that the ranks of one plan write to the run directory, except their log files.
+    """The paths of the files that the ranks of one plan write to the run directory, except ``rank-*.log``.
 
     Args:
         path: the folder, whose name is the token of the plan.
@@ -85,7 +85,7 @@ class StageDir:
         self.identity = self.plan / "identity.json"
         self.units = self.plan / "units.jsonl"
         self.token_file = self.plan / "token"
-        # Exists if another plan was requested; it is removed with the folder of this plan.
+        # A file that exists if another plan was requested; it is removed together with this plan.
         self.replan = self.plan / "replan"
         self.logs = path / "logs"
         self.driver_log = self.logs / "driver.log"
@@ -126,7 +126,7 @@ class StageDir:
         return read_record(self.done, Totals)
 
     def read_failures(self) -> list[FailedAttempt]:
-        """Return the units that had failed for good when the stage last ended."""
+        """Return the errors of the units that had failed for good when the stage last ended."""
         return list(read_records(self.failures, FailedAttempt)) if self.failures.exists() else []
 
     def rank_log(self, rank: int) -> Path:
@@ -146,7 +146,7 @@ class RunDir:
         self.request = path / "given.json"
         self.outcome = path / "end.json"
         self.rejects = path / "rejects.jsonl"
-        # Segments and cuts without codes: the rejects of stages that keep the cuts.
+        # The rejects of stages that keep the rejected cuts: segments and cuts without codes.
         self.bad_codes = path / "bad_codes.jsonl"
         self.stats = path / "stats.json"
         # The page written by ``sharmill report``.
@@ -187,7 +187,7 @@ class RunDir:
         return root
 
     def begin(self, request: "RunRequest") -> None:
-        """Record the request of a run, and remove the outcome of an earlier run. The caller holds the lock."""
+        """Record the request of a run, and remove the outcome of an earlier run. The caller holds the directory's lock."""
         write_atomic(self.request, msgspec.json.encode(request) + b"\n")
         self.outcome.unlink(missing_ok=True)
 
@@ -234,7 +234,7 @@ class RunRequest(msgspec.Struct, kw_only=True):
 
 
 class StoredError(msgspec.Struct, kw_only=True):
-    """An error as stored in a run directory; ``place`` belongs to a ``DeviceError``."""
+    """An error as stored in a run directory; ``place`` is set only for a ``DeviceError``."""
 
     message: str = ""
     code: str = ""
@@ -263,7 +263,7 @@ def stored_fields(error: SharmillError) -> dict[str, Any]:
 
 
 class RunOutcome(StoredError, kw_only=True):
-    """The end of a run, with the error that ended it; ``findings`` is the number of errors found by the checker."""
+    """The outcome of a run, with the error that ended it, if any; ``findings`` counts the errors that validation found."""
 
     state: Literal["done", "failed", "cancelled"]
     findings: int = 0

@@ -1,8 +1,8 @@
 """The interface of a stage, and ``StageRun``, the object with everything that belongs to its run.
 
 A stage declares nine members and knows nothing about folders, ranks or executors. The engine creates one ``StageRun``
-for each stage of a run and passes it to the stage's methods. It holds the configuration, the folders, the plan's token
-and the limits.
+for each stage of a run and passes it to the stage's methods. This object holds the configuration, the folders, the
+plan's token and the limits.
 """
 
 import os
@@ -27,7 +27,7 @@ from sharmill.files.staging import PublishedFile, Staging
 from sharmill.files.stored import damaged_file, open_stored
 from sharmill.files.trust import require_trusted_owner
 
-# A processor calls it with the part of a unit's cost that it has processed since the last call.
+# The function with which a processor reports how much of a unit's cost it has processed since the last call.
 Advance = Callable[[float], None]
 Resource = Literal["cpu", "gpu"]
 CostUnit = Literal["records", "seconds of audio"]
@@ -147,7 +147,7 @@ class ChecksConfig(Protocol):
     """A stage that checks its part of the configuration before any work, even if the stage itself is not to run."""
 
     def check(self, config: Config) -> None:
-        """Raise ConfigError with what to change."""
+        """Raise ConfigError if the configuration cannot be used; the message says what to change."""
 
 
 @runtime_checkable
@@ -197,10 +197,11 @@ class Publication:
         root: the directory.
 
     Attributes:
-        in_place: ranks publish files below ``root``; otherwise the stage only reserves folders for a later one.
-        replaces_root: a restart of the stage removes everything that stages of this run and of other runs have
+        in_place: True if ranks publish files below ``root``; otherwise the stage only reserves folders for a later
+            stage.
+        replaces_root: True if a restart of the stage removes everything that stages of this run and of other runs have
             published below ``root``.
-        rejects_keep_cut: a rejected record stays in the dataset, without the fields of this stage.
+        rejects_keep_cut: True if a rejected record stays in the dataset, without the fields of this stage.
         counts: what ``Unit.size`` counts. The accounts of consecutive stages that count records must match.
     """
 
@@ -221,7 +222,7 @@ class Publication:
         return self.folders()
 
     def check_output(self) -> None:
-        """Raise ConfigError if these folders contain files that the run's current plan has not published."""
+        """Raise ConfigError if the reserved folders contain files that the run's current plan has not published."""
 
     def is_complete(self) -> bool:
         """Return True if everything that ``finalize`` has published is still in place."""
@@ -288,20 +289,21 @@ class RunOptions:
     def time_limit(self, unit: Unit) -> float | None:
         """Return the seconds after which an attempt at a unit ends its rank; None if there is no limit."""
         if self.unit_time_limit == "auto":
-            # All known stages need far less time per record or second of audio, and a stalled disk gets an hour.
+            # All known stages need far less time per record or second of audio, and an hour allows for a stalled disk.
             return max(3600.0, 10.0 * unit.cost)
         return self.unit_time_limit
 
 
 @dataclass(frozen=True)
 class StageRun:
-    """One stage in one run: the declaration, and everything that belongs to the run. It is pickled to ranks.
+    """One stage in one run: the declaration, and everything that belongs to the run. It is passed to ranks in pickled
+    form.
 
     Attributes:
         declaration: the stage.
         run_dir: the run directory of the dataset.
         given: the configuration of the dataset; None for a stage that belongs to no dataset.
-        settings: the section of the stage; for a section that is a list, the item of this stage.
+        settings: the section of the stage; if the section is a list, the item for this stage.
         options: limits and other options for its ranks.
         token: the token of its plan, "" before the plan is read or made.
         units, commits: all units and their commits, in the order of the plan; set only for ``finalize``.
@@ -404,7 +406,9 @@ class StageRun:
         return replace(self, token=token)
 
     def record_products(self, **paths: Path) -> dict[str, PublishedFile]:
-        """Return the records of files that other stages will read, for ``Totals.products``."""
+        """Return the record of each file, by its name as a product, for ``Totals.products``; other stages will read the
+        files.
+        """
         return {
             name: PublishedFile(path.relative_to(self.run_dir.path).as_posix(), path.stat().st_size, checksum(path))
             for name, path in paths.items()

@@ -9,7 +9,7 @@ from sharmill.files.stored import load_record
 
 
 class Offer(msgspec.Struct, kw_only=True):
-    """A unit to be tried again: the generation of its next claim, and the slots that must not take it."""
+    """A unit to be tried again: the generation of its next claim, and the slots that must not claim it."""
 
     generation: int
     avoid: list[str] = []
@@ -52,7 +52,7 @@ class StateFile:
         self.seen: tuple[int, int] | None = None
 
     def read(self) -> State:
-        """Return the state.
+        """Return the state, which is read again if its file has changed.
 
         Raises:
             FileNotFoundError: the state was removed together with the plan.

@@ -19,7 +19,8 @@ class Unit(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         index: position in the plan.
-        id: a checksum of the content, so that a commit record proves which work it stands for.
+        id: a checksum of the position, the size and the parameters; a commit repeats it, to show for which work it
+            stands.
         cost: predicted work, in the stage's ``cost_unit``.
         size: number of input records.
         params: the values that the stage needs to find the unit's records; keep them small.
@@ -48,8 +49,8 @@ class Output:
         num_out: number of records that continue to the next stage.
         rejects: the rejected records.
         stats: numbers that ``finalize`` needs; small and JSON-encodable.
-        notes: an array about the files, which saves a later stage from reading them. It is stored in the run directory
-            under a name made from the checksums of the files, so it is found only for exactly these files.
+        notes: an array with facts about the files, so that a later stage need not read them. It is stored in the run
+            directory under a name made from the checksums of the files, so it is found only for exactly these files.
     """
 
     files: list[str]
@@ -64,7 +65,7 @@ class Commit(msgspec.Struct, tag="commit", tag_field="type", frozen=True, kw_onl
 
     Attributes:
         token: the token of the plan; the record counts for this plan only.
-        index, id: the unit.
+        index, id: the index and the id of the unit.
         files: the published files.
         num_in, num_out: number of records read, and number of records that continue to the next stage.
         rejects: number of rejected records by reason code.
@@ -122,7 +123,7 @@ class Totals(msgspec.Struct, frozen=True, kw_only=True):
         num_in, num_out: number of records read, and number of records that continue to the next stage.
         rejects: number of rejected records by reason code.
         hours: hours of audio in the records that continue.
-        notes: sentences about the output.
+        notes: sentences about the output, for display.
         products: files for other stages, by name; their paths are relative to the run directory.
         facts: small values for other stages, by name.
     """
@@ -150,7 +151,7 @@ class Totals(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def add_up(commits: Sequence[Commit]) -> Totals:
-    """Return the sums of the commits' counts; ``hours`` is the sum of ``stats['seconds']``, the kept audio."""
+    """Return the sums of the commits' counts; ``hours`` is the kept audio, from the sum of ``stats['seconds']``."""
     rejects = Counter[str]()
     for commit in commits:
         rejects.update(commit.rejects)
@@ -164,7 +165,7 @@ def add_up(commits: Sequence[Commit]) -> Totals:
 
 @dataclass(frozen=True)
 class FailedAttempt:
-    """The reason why an attempt at a unit failed: one line, and the traceback or the signal."""
+    """The reason why an attempt at a unit failed: the unit's index, a message of one line, and the traceback or signal."""
 
     index: int
     message: str

@@ -21,7 +21,7 @@ from sharmill.files.stored import read_stored
 
 # Number of slowest ranks and of slowest units to show.
 _SLOWEST = 3
-# A device whose share of working time is lower has a bottleneck elsewhere.
+# If a device works for a smaller share of the time, the bottleneck is elsewhere.
 _ENOUGH_WORK: Final = 0.8
 _BOTTLENECKS: Final = {
     "decoding": "they wait for decoding: give each rank more cores, or raise executor.feeders",
@@ -38,12 +38,13 @@ class Pace:
         seconds: total time of all ranks in completed units.
         on_gpu: True if the ranks had GPUs, which they may have shared.
         rate: cost per second of one rank.
-        rates: the rate of each rank.
+        rates: the rate of each rank, by rank number.
         devices: the kinds of device used.
-        slowest_ranks, slowest_units: numbers and rates of the slowest ones, the slowest first.
+        slowest_ranks, slowest_units: numbers and rates of the slowest ranks and units, the slowest first.
         delays: shares of the time spent on decoding, model and disk. On a GPU, the model may work while its rank waits
             for decoding or the disk.
-        worked: by rank, the share of its time in which its device worked; empty for a stage without a model.
+        worked: the share of each rank's time in which its device worked, by rank number; empty for a stage without a
+            model.
         padding: the share of padding in the batches.
         hosts: number of hosts.
         memory_mb: the highest peak memory of a rank.
@@ -104,7 +105,7 @@ class StageView:
         rate: cost that all ranks together process per second.
         rejects: number of rejected records by reason.
         ranks: the ranks that have not ended.
-        now: the present time by the clock of the file system, as the ``written`` times of ranks.
+        now: the present time by the clock of the file system, like the ``written`` times of ranks.
         pace: the pace of the completed units, None if there is none.
         late: units that take more than ten times as long as predicted.
         longest_overdue: the longest time so far, in seconds, of a unit that takes more than twice as long as predicted.
@@ -135,7 +136,7 @@ class StageView:
 
     @property
     def seconds_left(self) -> float | None:
-        """The predicted remaining time in seconds; None if no rank has a rate yet, a rank may hang, or it is absurd."""
+        """The predicted remaining time in seconds; None without a rate, if a rank may hang, or if the result is absurd."""
         if not self.rate or self.state != "under way" or self.late:
             return None
         seconds = (self.cost - self.cost_done) / self.rate
@@ -144,7 +145,7 @@ class StageView:
 
 
 def views_of_steps(stages: Sequence[StageRun], views: Sequence[StageView]) -> list[StageView]:
-    """Return one view for each step: that of its first unfinished round, or of its main round if all are finished.
+    """Return one view for each step: the view of its first unfinished round, or of its main round if all are finished.
 
     Args:
         stages, views: all rounds and their views, in order.

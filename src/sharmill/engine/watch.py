@@ -18,7 +18,8 @@ from sharmill.engine.unit import Unit
 from sharmill.errors import SharmillError
 from sharmill.files.shared_disk import VisibilityTimeout
 
-# When the leader is missing, supervisors wait for different times, so that they do not all try to lead at once.
+# If the leader is missing, supervisors wait for times that differ by this many seconds, so that they do not all try to
+# lead at once.
 _SECONDS_APART = 0.1
 
 
@@ -32,8 +33,9 @@ class Watcher:
             number takes over first.
 
     Attributes:
-        state: the state at the last look.
-        given_up: sentences about hosts or devices that the executor has given up without a note of an attempt.
+        state: the state at the last call of ``look``.
+        given_up: sentences about hosts or devices that the executor itself has given up, whether or not ranks have
+            noted errors about them.
     """
 
     interval = 1.0
@@ -60,14 +62,14 @@ class Watcher:
 
     @property
     def notes(self) -> StageNotes:
-        """The notes of all ranks, as of the last look of a process that leads or has a listener."""
+        """The notes of all ranks; they are read again only while this process leads or has a listener."""
         if self._notes is None:
             self._notes = StageNotes(self.stage, for_people=self._listener is not None)
         return self._notes
 
     @property
     def leader(self) -> Leader | None:
-        """The leader if this process led at its last look, otherwise None."""
+        """The leader object if this process led the stage at its last look, otherwise None."""
         return self._leader if self._leader is not None and self.state.leader == self._id else None
 
     @property
@@ -86,7 +88,7 @@ class Watcher:
         return sum(rank.ready > 0 and not rank.ended for rank in self.notes.ranks.values())
 
     def look(self) -> bool:
-        """Read and report the news, lead if necessary, and return True if the stage has ended.
+        """Read the state, report changes to the listener, lead if necessary, and return True if the stage has ended.
 
         Raises:
             FatalError: a user has cancelled the run.
@@ -108,20 +110,22 @@ class Watcher:
             self.notes.hear(progress)
 
     def wait(self, seconds: float) -> None:
-        """Look at the stage, then sleep for at most so many seconds; for a rank that runs in this process."""
-        # The end of the stage may be known here but not be written yet.
+        """Look at the stage, then sleep for at most ``seconds`` unless it has ended; for a rank that runs in this
+        process.
+        """
+        # This process may know that the stage has ended before it can write that to the state.
         if not self.look() or not self._file.read().ended:
             time.sleep(min(seconds, 0.25))
 
     def close(self) -> None:
-        """Give up the lead, if this process has it."""
+        """Stop leading the stage, if this process leads it, so that another process can take over at once."""
         with suppress(OSError, SharmillError):
             found = self._file.read()
             if self._leader is not None and found.leader == self._id and not self.state.ended:
                 self._leader.write(self.state, found, leads=False)
 
     def outcome(self) -> StageResult:
-        """Return the result of the work, once no rank is left.
+        """Return the result of the ranks' work; call it only when no rank is left.
 
         Raises:
             SharmillError: an error has ended the stage, or no usable slot is left.
@@ -134,7 +138,8 @@ class Watcher:
             # Another process has finished the stage.
             return StageResult()
         require_current(self.stage)
-        # Another leader may have seen commits that are not visible here yet, and its notes are needed too.
+        # Read the notes of all ranks and leaders again: another leader may have seen commits that are not visible here
+        # yet.
         notes = StageNotes(self.stage, for_people=False)
 
         def sees_all() -> bool:
@@ -162,7 +167,7 @@ class Watcher:
             self._listener.looked(self.ranks)
 
     def _is_to_lead(self, found: State) -> bool:
-        """Return True if this process is the leader, or becomes it after a lease without the leader's heartbeat."""
+        """Return True if this process leads, or begins to lead because the leader has sent no heartbeat for a lease."""
         now, lease = time.monotonic(), self.stage.options.lease_seconds
         if self._leader is not None and found.leader == self._id:
             return True
@@ -177,6 +182,6 @@ class Watcher:
         if not make_claim(self.stage, f"leader.{self._term}", Claim(owner=self._id)):
             return False
         self._leader = Leader(self.stage, self.notes, self._id, self._term)
-        # Write the state at once: reading all notes takes a while, and no other process should start it meanwhile.
+        # Write the state at once: reading all notes takes a while, and no other process should become leader meanwhile.
         self.state = self._leader.write(found, found)
         return True

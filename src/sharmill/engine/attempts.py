@@ -155,7 +155,7 @@ class Attempts:
         return bad | (bad_hosts if useful else set())
 
     def excluded_slots(self) -> dict[str, Note]:
-        """Return the slots that are excluded because of their own failures, with the note of the last failure of each."""
+        """Return the slots that are excluded because of their own failures, each with the note of its last failure."""
         return {slot: self._since(slot)[-1] for slot in sorted(self._failures) if self._is_bad(slot)}
 
     def error_of_all(self, num_ranks: int) -> SharmillError | None:

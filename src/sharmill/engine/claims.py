@@ -144,7 +144,7 @@ class Claims:
         return None
 
     def _list_free(self) -> list[list[int]]:
-        """Return the units without a claim, by bin; bins without such units are left out. A claimed unit never returns."""
+        """Return the units without a claim, by bin, without empty bins. A claimed unit never returns to this list."""
         claimed = latest_claims(self._stage)
         parts = ([index for index in part if index not in claimed] for part in self.launch.bins)
         return [part for part in parts if part]

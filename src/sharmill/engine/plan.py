@@ -141,7 +141,7 @@ def read_or_make_plan(stage: StageRun, *, restart: bool = False) -> tuple[StageR
 
 
 def _is_cheap_to_replan(stage: StageRun) -> bool:
-    """Return True if a new plan loses little work: for stages that read all others, and for secondary rounds of a step."""
+    """Return True if a new plan loses little work: for checks of all stages, and for secondary rounds of a step."""
     return "*" in stage.declaration.after or step_of(stage.kind) != stage.kind
 
 

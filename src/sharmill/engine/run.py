@@ -209,7 +209,7 @@ def merge_files(paths: Iterable[Path], goal: Path) -> None:
 
 
 def _remove_leftovers(stage: StageRun) -> None:
-    """Remove temporary files of killed processes, but not those of ranks, which may still be working on the same plan."""
+    """Remove temporary files of killed processes, but not of ranks, which may still be working on the same plan."""
     remove_dead_attempts(token_staging(stage.root, stage.token))
     paths = stage.run_dir
     own = (

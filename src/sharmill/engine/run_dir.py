@@ -187,7 +187,7 @@ class RunDir:
         return root
 
     def begin(self, request: "RunRequest") -> None:
-        """Record the request of a run, and remove the outcome of an earlier run. The caller holds the directory's lock."""
+        """Record the request of a run, and remove the outcome of an earlier run. The caller holds the run's lock."""
         write_atomic(self.request, msgspec.json.encode(request) + b"\n")
         self.outcome.unlink(missing_ok=True)
 
@@ -263,7 +263,10 @@ def stored_fields(error: SharmillError) -> dict[str, Any]:
 
 
 class RunOutcome(StoredError, kw_only=True):
-    """The outcome of a run, with the error that ended it, if any; ``findings`` counts the errors that validation found."""
+    """The outcome of a run, with the error that ended it, if any.
+
+    ``findings`` is the number of errors that validation found.
+    """
 
     state: Literal["done", "failed", "cancelled"]
     findings: int = 0

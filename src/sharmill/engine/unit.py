@@ -165,7 +165,7 @@ def add_up(commits: Sequence[Commit]) -> Totals:
 
 @dataclass(frozen=True)
 class FailedAttempt:
-    """The reason why an attempt at a unit failed: the unit's index, a message of one line, and the traceback or signal."""
+    """The reason why an attempt at a unit failed: a message of one line, and the traceback or signal."""
 
     index: int
     message: str

@@ -190,7 +190,7 @@ class Attempts:
         units = {note.unit for note in failed} - {SETUP}
         if len(units) < MAX_FAILURES:
             return False
-        # If none of these units has been completed, they may all be bad, unless there are many of them.
+        # If none of these units has been completed, the units may be to blame, unless there are many of them.
         return bool(units & self._committed) or (slot not in self._done and len(units) >= 10)
 
     def describe_excluded(self) -> list[str]:
@@ -219,9 +219,7 @@ class Attempts:
         return is_tried and (not other_hosts or len({*map(host_of, slots)}) >= MAX_FAILURES)
 
     def all_excluded_error(self, stage: str, logs: Path) -> SharmillError:
-        """Return the last error of a stage without usable slots; if that error has no code, describe it in a
-        FatalError.
-        """
+        """Return the last error of a stage without usable slots, or, if it has no code, a description of it."""
         notes = list(self.excluded_slots().values())
         last = max(notes, key=lambda note: note.time)
         if last.code:

@@ -130,7 +130,7 @@ class Claims:
         """Claim the last unit of a bin drawn at random, with the cost left in each bin as its weight."""
         if self._free is None:
             self._free = self._list_free()
-        # Lost claims and listings both cost the file system work, so stop after a few losses.
+        # Both lost claims and listings put load on the file system, so stop after a few losses.
         for _ in range(_MOST_LOSSES):
             if not self._free:
                 return None

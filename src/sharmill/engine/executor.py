@@ -105,8 +105,7 @@ class Executor(ABC):
         listener: Listener,
         unlocked: Unlocked = nullcontext,
     ) -> StageResult:
-        """Process the units, or submit ranks that will process them; return the result with the units that failed for
-        good.
+        """Process the units, or submit ranks that will process them, and return the result of that work.
 
         An executor that waits for ranks does so in an ``unlocked`` context, so that other processes may join, and
         reports their progress to the listener. An executor that submits ranks reports nothing.

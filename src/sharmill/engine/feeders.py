@@ -35,8 +35,8 @@ Result = TypeVar("Result")
 BATCHES_AHEAD: Final = 2
 # Seconds of audio in a bundle. Decoding a bundle takes about 20 ms, so the cost of a message is negligible.
 _BUNDLE_SECONDS: Final = 40.0
-# Number of bundles that a feeder is meant to have in advance, and the largest number that it may have. All of them fit
-# into a pipe, so that neither end blocks.
+# Number of bundles that a feeder usually has in advance, and the largest number that it may have. All of them fit into
+# a pipe, so that neither end blocks.
 _BUNDLES_AHEAD: Final = 8
 _MOST_BUNDLES: Final = 2 * _BUNDLES_AHEAD
 # Number of consecutive feeders that may end without a current task. If more do, replacements would probably end too.
@@ -202,7 +202,7 @@ class Feeders(Generic[Task, Result]):
         self._feeders.clear()
 
     def take_cpu_seconds(self) -> float:
-        """Return the processor time of the processes since the last call, as reported in their answers."""
+        """Return the processor time of the processes since the last call, in seconds, as reported in their answers."""
         seconds, self._cpu_seconds = self._cpu_seconds, 0.0
         return seconds
 

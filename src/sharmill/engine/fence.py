@@ -48,7 +48,7 @@ from sharmill.files.trust import require_trusted_owner
 log = logging.getLogger(__name__)
 
 _SUFFIX = ".reservation"
-# Used in place of a folder's name for the directory as a whole.
+# The name that stands for the whole directory in a list of folders.
 _ALL = "."
 _TOKEN = "-".join(2 * [16 * "[0-9a-f]"])
 
@@ -60,7 +60,7 @@ class Reservation(msgspec.Struct, frozen=True, kw_only=True):
         id: the id of the run.
         run: the path of the run directory.
         host, user, since: host, user and time of the reservation.
-        device: the device number, on ``host``, of the file system with the parent of the run directory.
+        device: the device number, on ``host``, of the file system that contains the parent of the run directory.
         inode: the inode number of the run directory, which is the same on all hosts.
         folders: the reserved folders.
     """
@@ -256,7 +256,7 @@ def _is_missing(run: str) -> bool:
     try:
         Path(run).lstat()
     except (OSError, ValueError) as error:
-        return isinstance(error, FileNotFoundError)  # it may exist in a folder without permission to look
+        return isinstance(error, FileNotFoundError)  # it may exist in a folder that this user cannot read
     return False
 
 
@@ -264,7 +264,7 @@ def _staging(root: Path) -> Path:
     """Return the staging folder of a directory.
 
     Raises:
-        ConfigError: it is a link, whose target may not belong to the run.
+        ConfigError: the staging folder is a link, whose target may not belong to the run.
     """
     require_trusted_owner(root, [root / STAGING_NAME])
     return root / STAGING_NAME

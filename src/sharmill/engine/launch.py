@@ -189,9 +189,7 @@ def make_claim(stage: StageRun, name: str, claim: Claim) -> bool:
 
 
 def read_claim(stage: StageRun, name: str) -> Claim:
-    """Return a claim. It has no owner if its file is missing, or incomplete because the rank was killed while writing
-    it.
-    """
+    """Return a claim. It has no owner if its file is missing, or incomplete because its rank was killed."""
     try:
         return msgspec.json.decode(read_stored(stage.ranks.claims / name), type=Claim)
     except (*NOT_JSON, FileNotFoundError):

@@ -2,7 +2,7 @@
 
 The leader is the driver if there is one, otherwise a supervisor. Ranks keep working if the leader dies, and another
 process takes over if the state file has not been touched for a lease. Two leaders at once do no harm, since only the
-ledger decides which units are complete; only the leader that the state names stays.
+ledger decides which units are complete. A leader that the state does not name soon stops leading.
 """
 
 import logging

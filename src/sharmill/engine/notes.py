@@ -57,7 +57,8 @@ class Notes:
             known = self.ranks.get(owner)
             if known is not None and heartbeat.has_ended:
                 known.ended, known.unit = True, None
-            # Ranks that report to this process directly need no reading. If nobody watches, only ``ready`` matters.
+            # Do not read the files of ranks that report to this process directly. If nobody watches, only ``ready``
+            # matters.
             elif owner not in self._heard and (
                 known is None or (before != heartbeat and (self._for_people or not known.ready))
             ):

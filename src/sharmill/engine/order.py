@@ -94,7 +94,7 @@ def choose_stages(config: Config, names: Iterable[str] | None = None) -> Sequenc
 
 
 def make_stages(config: Config, names: Iterable[str] | None = None) -> list[StageRun]:
-    """Return the named stages, by default all, in the order in which they run; a list in a section yields several."""
+    """Return the named stages, by default all, in the order in which they run; one per item if a section is a list."""
     run_dir, options, classes = RunDir(Path(config.run_dir)), RunOptions.from_config(config), stage_classes(config)
     runs = []
     for kind in choose_stages(config, names):

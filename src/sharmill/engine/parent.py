@@ -36,7 +36,7 @@ class Rank:
 
 
 class Parent(Protocol):
-    """Interface of a rank to the process that has started it, to which it reports its progress without files.
+    """Interface of a rank to the process that has started it, which receives the rank's progress without reading files.
 
     Attributes:
         interval: the longest time between two calls of ``tell``, in seconds.

@@ -156,7 +156,7 @@ def request_replan(stage: StageRun) -> None:
 
 
 def request_replan_if_audio_came(stage: StageRun, has_audio: Callable[[Any, int | None], bool]) -> None:
-    """Request another plan if the stage rejected all records, and the missing audio of one of them exists by now.
+    """Request another plan if the stage rejected all records, but the missing audio of one of them exists by now.
 
     Args:
         has_audio: returns True if the audio of a record may exist; its second argument is the number of the source.

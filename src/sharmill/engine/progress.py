@@ -35,7 +35,7 @@ _Number = Annotated[float, msgspec.Meta(gt=-1e12, lt=1e12)]
 class RankProgress(Process, kw_only=True):
     """The latest progress of one process, a rank or a driver.
 
-    Times are Unix seconds by the rank's own clock, which may differ from others by minutes.
+    Times are Unix seconds by the process's own clock, which may differ from other clocks by minutes.
 
     Attributes:
         rank: number of the rank, -1 for a driver.
@@ -50,7 +50,7 @@ class RankProgress(Process, kw_only=True):
         peak_memory_mb: peak memory of the process so far.
         ready: the time at which the rank was loaded, 0 before that.
         ended: True if the process has ended.
-        written: the time at which the record was written, by the clock of the file system; set when it is read.
+        written: the time, by the clock of the file system, at which the record was written; set when it is read.
     """
 
     rank: int

@@ -98,7 +98,7 @@ def run_stage(
     stage, units = read_or_make_plan(stage, restart=restart)
     _remove_leftovers(stage)
     if stage.ranks.ledger.is_dir():
-        # Another process may have written commits just now; this makes the node refresh its view of the ledger.
+        # Another process may have written commits just now. This call makes the node refresh its view of the ledger.
         time_of_folder(stage.ranks.ledger)
     is_joining = bool(find_live(stage.dir, stage.options.lease_seconds, ranks=executor.waits))
     commits = read_ledger(stage.dir, units)

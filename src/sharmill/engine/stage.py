@@ -74,7 +74,7 @@ class Processor(ABC):
 class Stage(ABC):
     """One step of the pipeline: its declaration for the engine, and its work.
 
-    Methods get the ``run``, which has the configuration and the folders. A stage that loads a model, reads audio,
+    Methods receive the ``run``, which has the configuration and the folders. A stage that loads a model, reads audio,
     publishes into a dataset or can predict its number of units also implements one of the small protocols below.
 
     Attributes:
@@ -83,7 +83,7 @@ class Stage(ABC):
         section: the class of its section in a configuration, whose key is ``kind``; None if it has no section.
         after: the kinds of the stages whose output it reads; they run before it. ``*`` stands for all stages that do
             not read its output, and for the rejects of all stages.
-        resource: ``gpu`` for one rank per visible GPU, if there are any.
+        resource: ``gpu`` if it needs one rank per visible GPU, or CPU ranks if there are no GPUs; otherwise ``cpu``.
         cost_unit: the measure of the costs of its units.
     """
 
@@ -241,7 +241,7 @@ class RunOptions:
     """Limits and other options for the ranks of a run.
 
     Attributes:
-        metrics: the curves that ranks write.
+        metrics: settings for the curves that ranks write.
         references: references from the configuration to environment variables, whose values must not be stored.
         unit_time_limit: see ``time_limit``.
         max_reject_fraction: the share of its records that a stage may reject before it stops.
@@ -296,8 +296,7 @@ class RunOptions:
 
 @dataclass(frozen=True)
 class StageRun:
-    """One stage in one run: the declaration, and everything that belongs to the run. It is passed to ranks in pickled
-    form.
+    """One stage in one run: the declaration, and everything that belongs to the run. Ranks receive a pickled copy.
 
     Attributes:
         declaration: the stage.
@@ -406,9 +405,7 @@ class StageRun:
         return replace(self, token=token)
 
     def record_products(self, **paths: Path) -> dict[str, PublishedFile]:
-        """Return the record of each file, by its name as a product, for ``Totals.products``; other stages will read the
-        files.
-        """
+        """Return a record of each file, by product name, for ``Totals.products``; other stages will read the files."""
         return {
             name: PublishedFile(path.relative_to(self.run_dir.path).as_posix(), path.stat().st_size, checksum(path))
             for name, path in paths.items()

@@ -19,8 +19,7 @@ class Unit(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         index: position in the plan.
-        id: a checksum of the position, the size and the parameters; a commit repeats it, to show for which work it
-            stands.
+        id: a checksum of the position, the size and the parameters; a commit with the same id stands for the same work.
         cost: predicted work, in the stage's ``cost_unit``.
         size: number of input records.
         params: the values that the stage needs to find the unit's records; keep them small.

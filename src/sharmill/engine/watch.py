@@ -110,9 +110,7 @@ class Watcher:
             self.notes.hear(progress)
 
     def wait(self, seconds: float) -> None:
-        """Look at the stage, then sleep for at most ``seconds`` unless it has ended; for a rank that runs in this
-        process.
-        """
+        """Look at the stage, then sleep for at most ``seconds`` unless it has ended; for a rank in this process."""
         # This process may know that the stage has ended before it can write that to the state.
         if not self.look() or not self._file.read().ended:
             time.sleep(min(seconds, 0.25))

@@ -158,9 +158,7 @@ class _Worker:
             found.check_node()
 
     def _require_same_device_kind(self) -> None:
-        """Raise DeviceError if this rank's kind of device is not that of the first rank, because the output would
-        differ.
-        """
+        """Raise DeviceError if the first rank had another kind of device, because the output would differ."""
         kind = self._processor.device_kind
         if not kind:
             return
@@ -328,7 +326,7 @@ class _Worker:
             self._progress.write_soon(self._log.size)
         except SharmillError as failed:
             if self._rank.is_replaced:
-                # An error that is no SharmillError tells the supervisor that this rank has not noted why it ended.
+                # An error that is not a SharmillError tells the supervisor that this rank has not noted why it ended.
                 raise OSError(f"the error of the rank cannot be noted: {failed}") from failed
             log.warning("%s", failed)
 

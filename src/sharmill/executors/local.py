@@ -87,13 +87,13 @@ class ConfiguredExecutor(Executor):
         yield from ()
 
     def check(self, config: Config) -> None:
-        """Raise ConfigError if the runs of a configuration cannot work here."""
+        """Raise ConfigError if runs of a configuration cannot work with this executor."""
 
     def run(
         self, stage: StageRun, units: Sequence[Unit], listener: Listener,
         unlocked: Unlocked = nullcontext,
     ) -> StageResult:  # fmt: skip
-        """Process the units, and return those that failed for good; see ``engine.executor.Executor``."""
+        """Process the units, and return the result; see ``engine.executor.Executor``."""
         # Ranks on other nodes may join later than the first ones.
         join_seconds = 0.0 if self.runs_here else stage.options.lease_seconds
         most = max(1, min(self.num_ranks(stage, units), len(units)))
@@ -136,7 +136,8 @@ class LocalExecutor(ConfiguredExecutor):
 
     def supervise(self, stage: StageRun, numbers: Sequence[int], watcher: Watcher) -> None:
         devices = self._devices(stage)[: len(numbers)]
-        # A rank with a GPU or a time limit needs its own process, which the device may break or the limit may end.
+        # A rank with a GPU or a time limit needs its own process, because a failed device may break it or the limit may
+        # end it.
         has_limit = isinstance(stage.options.unit_time_limit, float | int)
         is_inline = str(self.workers) == "1" and devices[0].kind == "cpu" and not has_limit
         with logging_to(stage.dir.rank_log(numbers[0]) if is_inline else stage.dir.driver_log, stage.options.log_level):
@@ -190,7 +191,7 @@ def run_alone(
                         reasons = "; ".join(dict.fromkeys(error.message for error in result.failures.values()))
                         raise FatalError(f"{stage.root} is not finished: {reasons}", code="units_failed")
                     yield stage, result
-                # Rename it away in one step: a later run must not resume from a half removed state.
+                # Rename the folder away in one step, because a later run must not resume from a partly removed state.
                 remove_at_once(stage.dir.path)
             finally:
                 if not resumes and stage.dir.token_file.exists():

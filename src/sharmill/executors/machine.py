@@ -56,7 +56,7 @@ def examine_machine(folder: Path) -> Iterator[Check]:
 
 
 def _examine_shared_memory() -> Check:
-    """Check the free shared memory, in which worker processes of torch's DataLoader pass their batches."""
+    """Check the free shared memory, through which worker processes of torch's DataLoader pass their batches."""
     try:
         space = os.statvfs(_SHARED_MEMORY)
     except OSError as error:
@@ -104,7 +104,7 @@ def _examine_folder(folder: Path) -> Iterator[Check]:
         f"{free / 1e9:,.1f} GB",
         "" if free >= 10e9 else "make room: an hour of speech with its contexts takes about 0.2 GB as FLAC",
     )
-    # File systems without a limit on inodes report 0 of 0.
+    # File systems without a limit on inodes report a total of 0.
     if space.f_files:
         yield Check(
             "free inodes",

@@ -1,9 +1,9 @@
 """The Ray executor: ranks are actors on the nodes of a cluster.
 
 Each actor is the supervisor of one rank, which claims its units itself. While units are missing, the driver requests
-one actor more than there is room for. Nodes that join later are therefore used, an autoscaler sees the demand, and
-actors that died with their process or node are replaced. An actor whose GPU or node cannot be used keeps its place, so
-that Ray does not give this place to another actor.
+one more actor than the cluster has room for. Nodes that join later are therefore used, an autoscaler sees the demand,
+and actors that died with their process or node are replaced. An actor whose GPU or node cannot be used keeps its place,
+so that Ray does not give this place to another actor.
 """
 
 import logging
@@ -69,8 +69,8 @@ def _import_ray() -> Any:
 class RayExecutor(ConfiguredExecutor):
     """Runs a stage on at most ``workers`` actors of a Ray cluster (``auto``: as many as there is room for).
 
-    Each actor gets ``cores`` cores. For a stage that uses GPUs, it also gets one GPU: with ``device: auto`` if the
-    cluster has any, with ``cuda`` always, for clusters that add GPU nodes only on demand.
+    Each actor gets ``cores`` cores. If the stage uses GPUs, each actor also gets one GPU: with ``device: auto`` only if
+    the cluster has GPUs; with ``cuda`` always, for clusters that add GPU nodes only on demand.
     """
 
     kind: str = field(default="ray", kw_only=True)
@@ -160,7 +160,8 @@ class RankActor:
         except SharmillError as error:
             if is_current(stage):
                 return error
-        # The plan seems superseded. If the driver finds it current, one of the two disks is not visible on this node.
+        # The plan seems to have been replaced. If the driver finds that it was not, the disk of the run directory or of
+        # the dataset is not visible on this node.
         folders = stage.ranks.path, token_staging(stage.root, stage.token)
         gone = " and ".join(str(folder) for folder in folders if not folder.is_dir())
         return _unlike(f"does not see {gone}: run_dir and dataset_dir must lie on file systems that all nodes share")
@@ -176,7 +177,9 @@ def _unlike(message: str) -> DeviceError:
 
 @dataclass
 class _Actors:
-    """The actors of a stage in the driver, which requests them, keeps some in bad places, and kills them at the end.
+    """The actors of a stage, as managed by the driver: requested, kept in bad places, and killed at the end.
+
+    A place is the room for one actor on a node. It is bad if a rank cannot work there.
 
     Attributes:
         working: the rank number and the handle of each working actor, by its call.
@@ -210,7 +213,7 @@ class _Actors:
                 self._request_actors(pickled, places)
                 if self.watcher.num_ready or len(self.holding) < max(places, 1):
                     usable_at = now
-                # If ranks have worked before, wait for lost nodes to be replaced, such as spot instances.
+                # If units have been completed before, wait until lost nodes, such as spot instances, are replaced.
                 elif now - usable_at >= (600.0 if self.watcher.num_done else 0.0):
                     raise list(self.given_up.values())[-1]
                 if now > warns_at and not self.watcher.num_ready:
@@ -233,7 +236,7 @@ class _Actors:
             _import_ray().wait(list(self.working), num_returns=len(self.working), timeout=10.0)
 
     def _mark_ended(self, numbers: set[int]) -> None:
-        """Give the last heartbeat of dead ranks, so that their units are released without waiting for a lease."""
+        """Write the last heartbeat of dead ranks, so that their units are released without waiting for a lease."""
         for rank in self.watcher.ranks:
             if rank.rank in numbers and not rank.ended:
                 mark_ended(self.stage.ranks.progress, rank.owner)
@@ -255,7 +258,7 @@ class _Actors:
             self.working[call] = number, actor
 
     def _collect(self) -> None:
-        """Wait a moment for calls to end, and handle the ended ones.
+        """Wait up to two seconds for calls to end, and handle the calls that have ended.
 
         Raises:
             FatalError: actors die one after the other, and no rank is ready.
@@ -282,7 +285,7 @@ class _Actors:
                 # An actor that Ray cannot reach may still run, and must not continue beside its replacement.
                 ray.kill(actor)
                 continue
-            # Check the plan here, because a rank cannot tell a replaced plan from a disk missing on its node.
+            # Check the plan here, because a rank cannot tell a replaced plan from a disk that is missing on its node.
             require_current(self.stage)
             log.error("rank %d is given up, and its place is kept occupied: %s", number, error)
             self.given_up[str(error)] = error
@@ -308,7 +311,8 @@ def connect(address: str) -> None:
     ray = _import_ray()
     if ray.is_initialized():
         return
-    # Retry, because a busy or new cluster may need longer than Ray waits. A ConnectionError means that there is none.
+    # Retry, because a busy or new cluster may need longer than Ray waits. A ConnectionError means that no cluster
+    # exists.
     retrying = Retrying(
         stop=stop_after_attempt(3), wait=wait_fixed(5),
         retry=retry_if_exception_type(RuntimeError), before_sleep=lambda state: ray.shutdown(), reraise=True,

@@ -58,12 +58,13 @@ _DRIVERS: Final = ("/proc/driver/nvidia", "/dev/nvidiactl", "/dev/dxg", "/dev/kf
 _LEFT: Final = 0
 _NOTED: Final = 75
 _SECONDS_TO_END: Final = 2.0
-# The log file of the running code, and the levels of the program and of all open log files.
+# The log handler of the current context, and the levels of the program's logger and of all open log files.
 _log_of_context: Final = ContextVar[logging.Handler | None]("log", default=None)
 _levels: Final[list[int]] = []
-# Least time between two looks at the stage, in seconds, even if ranks complete many short units.
+# Shortest time between two looks at the stage, in seconds, even if ranks complete many short units.
 _LEAST_PAUSE: Final = 0.1
-# Longest pause of an idle rank, in seconds. The supervisor wakes the rank when the state changes, so it can be long.
+# Longest pause of an idle rank, in seconds. It can be long, because the supervisor wakes the rank when the state
+# changes.
 _MOST_PAUSE: Final = 300.0
 
 
@@ -154,7 +155,7 @@ def plan_devices(workers: int | str, *, uses_gpu: bool, gpus: Sequence[str], cor
 def logging_to(path: Path, level: str = "INFO") -> Iterator[None]:
     """Also write this process's log records to ``path`` while the context lasts.
 
-    Records of a thread with a log of its own, such as that of another run, are written only to that log.
+    Records of a thread that has its own log, such as a thread of another run, are written only to that log.
 
     Args:
         level: the lowest level of sharmill's own records.
@@ -184,7 +185,7 @@ def logging_to(path: Path, level: str = "INFO") -> Iterator[None]:
 
 
 class _LogFile(logging.StreamHandler[TextIO]):
-    """A log handler that ignores disk errors, because the unit that meets a full disk reports it."""
+    """A log handler that ignores disk errors, because a unit that fails on a full disk reports them."""
 
     def handleError(self, record: logging.LogRecord) -> None:
         if not isinstance(sys.exc_info()[1], OSError):
@@ -257,11 +258,11 @@ class _Child:
 
     @property
     def is_idle(self) -> bool:
-        """Return True if it has reported no unit in progress."""
+        """Return True if the rank has reported no unit in progress."""
         return self.progress is None or self.progress.unit is None
 
     def listen(self) -> bool:
-        """Read the reports of the rank, and return True if it has another unit than before or has become ready."""
+        """Read the rank's reports; return True if its unit, its number of completed units or ``ready`` has changed."""
         before = self.progress
         try:
             while self.pipe.poll():
@@ -286,7 +287,8 @@ class _Child:
 class Supervisor:
     """Runs ranks of a stage on devices of this machine until the stage has ended.
 
-    As their parent process, it follows the ranks by their exit statuses and by their reports through a pipe.
+    The supervisor is the parent process of the ranks. It follows them by their exit statuses and by their reports
+    through a pipe.
 
     Attributes:
         watcher: follows the stage, and may come to lead it.
@@ -322,7 +324,7 @@ class Supervisor:
             self.watcher.look()
             while not self.watcher.state.ended and self._start_missing():
                 self._wait_and_look()
-            # End ranks that are still loading at once, because they have no unit to release.
+            # Ranks that are still loading can be ended at once, because they have no unit to release.
             self._end([child for child in self._children if child.progress is None or not child.progress.ready])
             leave_by = time.monotonic() + 30.0
             while self._children and time.monotonic() < leave_by:
@@ -332,7 +334,7 @@ class Supervisor:
                 raise read_attempts(self.stage).all_excluded_error(self.stage.name, self.stage.dir.logs)
             return state.ended
         except FileNotFoundError:
-            # Report a replaced plan, with which the folders were removed, rather than the missing file.
+            # If the plan was replaced and the folders were removed with it, report that rather than the missing file.
             require_current(self.stage)
             raise
         finally:
@@ -342,7 +344,7 @@ class Supervisor:
                 self._server.end()
 
     def _wait_and_look(self) -> None:
-        """Wait for news of ranks or for the next regular look, then look at the stage and kill ranks that hang."""
+        """Wait for reports of ranks or for the next regular look, then look at the stage and kill ranks that hang."""
         pipes = [child.pipe for child in self._children if child.is_open]
         seconds = max(0.0, self._next_look - time.monotonic())
         wait([*pipes, *(child.process.sentinel for child in self._children)], timeout=seconds)
@@ -410,7 +412,8 @@ class Supervisor:
                 why = "the rank process stopped sending heartbeats"
             else:
                 continue
-            # The signal makes it print the stacks of its threads to its log, even if native code holds Python's lock.
+            # The signal makes the rank print the stacks of its threads to its log, even if native code holds Python's
+            # lock.
             with suppress(ProcessLookupError):
                 os.kill(child.process.pid, signal.SIGUSR1)
             child.process.wait(0.5)
@@ -430,7 +433,8 @@ class Supervisor:
                 self._remove(child, told=True)
 
     def _remove(self, child: _Child, why: str = "", *, told: bool = False) -> None:
-        """Remove a rank that has ended; if it has not noted its end itself, note it, so that others may take its unit.
+        """Remove a rank that has ended, and note its end if it has not done so itself, so that others may take its
+        unit.
 
         Args:
             why: the reason why it was killed.
@@ -461,7 +465,7 @@ class Supervisor:
         remove_dead_attempts(token_staging(self.stage.root, self.stage.token))
 
     def _note(self, rank: Rank, kind: NoteKind, message: str, unit: int = SETUP, generation: int = 0) -> None:
-        """Note the end of a rank in its log on its behalf, and give its last heartbeat."""
+        """Note the end of a rank in its log on its behalf, and write its last heartbeat."""
         records = RecordLog(self.stage.ranks.log(rank.owner), is_torn=True)
         note = Note(kind=kind, slot=rank.slot, launch=self._launch, owner=rank.owner, unit=unit, generation=generation,
                     message=message)  # fmt: skip

@@ -111,7 +111,7 @@ class FieldPublication(Publication):
 
     Args:
         fields: returns the fields that the stage adds to the existing dataset.
-        possible: all fields that the stage may add, known even before the dataset exists; by default those of
+        possible: all fields that the stage may add, known even before the dataset exists; by default the result of
             ``fields``.
         words: the name of the fields in messages.
     """
@@ -156,7 +156,7 @@ def shard_record(commit: Commit, fields: Iterable[Field], index: int, folder: st
 
     Args:
         index: the number of the shard.
-        folder: the prefix of the dataset in the names of the published files.
+        folder: the folder of the dataset, with which the names of the published files begin.
     """
     names = {file.name.removeprefix(folder): file for file in commit.files}
     files = {field.name: (field.path(index), names[field.path(index)]) for field in fields}
@@ -196,7 +196,7 @@ def require_distinct_fields(stages: Iterable[StageRun]) -> None:
         others = {word: other for other, its in rest.items() for one in its for word in (one.name, one.attribute)}
         others |= dict.fromkeys(BASE_FIELDS, "write")
         for field in [field for field in fields if not field.is_published]:
-            # Import late, because this imports torch, which is needed only for stages of other packages.
+            # Import this late, because it imports torch, which is needed only for stages of other packages.
             from sharmill.shar.reading.cuts import is_method_of_cuts
 
             other = others.get(field.name) or others.get(field.attribute)
@@ -246,7 +246,7 @@ class FieldProcessor(Processor):
         )
 
     def items(self, field: str, unit: Unit, ids: list[str]) -> Iterator[Item]:
-        """Yield the items of an existing field for the cuts of a shard with these ids."""
+        """Yield the items of an existing field for the cuts with these ids, which are the cuts of the unit's shard."""
         table = ItemTable(self.dataset.file(field, unit.index), ids=ids)
         yield from map(table.item, range(len(ids)))
 

@@ -10,7 +10,7 @@ from sharmill.engine.stage import StageRun, identify_folder
 
 
 def segment_roots(config: Config) -> AudioRoots:
-    """Return the audio roots of all segments of a dataset: those of its sources, then the ``append_to`` dataset."""
+    """Return the audio roots of a dataset's segments: the roots of its sources, then the ``append_to`` dataset."""
     roots: list[str | list[str] | None] = [source.audio_root for source in config.sources]
     if config.append_to is not None:
         roots.append(config.append_to)
@@ -18,13 +18,14 @@ def segment_roots(config: Config) -> AudioRoots:
 
 
 def segment_reader(run: StageRun) -> SegmentReader:
-    """Return the reader for the segments that prepare has accepted."""
+    """Return the reader for the segments that the stage prepare has accepted."""
     facts = run.totals_of("prepare", duration_tolerance=float).facts
     return SegmentReader(segment_roots(run.config), facts["duration_tolerance"])
 
 
 def identify_roots(roots: AudioRoots, run_dir: Path) -> list[dict[str, Any]]:
-    """Return the part of a plan's identity for audio roots: folders, independent of how they are written, and URLs.
+    """Return the part of a plan's identity for audio roots: URLs, and folders independent of how their paths are
+    written.
 
     The scale of floating-point audio is included if it is not 1.
     """
@@ -36,7 +37,7 @@ def identify_roots(roots: AudioRoots, run_dir: Path) -> list[dict[str, Any]]:
 
 
 def manifest_stem(config: Config) -> str:
-    """Return the stem for the names of a dataset's manifests: that of its only input manifest, or the dataset name."""
+    """Return the stem for the names of a dataset's manifests: the stem of its only source, or the dataset name."""
     stem = (config.sources[0].stem if len(config.sources) == 1 else None) or config.name
     # File names in run directories must be printable.
     return "".join(letter if letter.isprintable() else "_" for letter in stem)

@@ -1,4 +1,5 @@
-"""Manifests between stages, with columns: arrays of the values of each line that a plan needs without parsing lines.
+"""Manifests between stages, with columns: arrays with the values of each line that a plan needs, so that it parses no
+lines.
 
 The rank that writes a part of a manifest also writes its columns. At the end of the stage, the columns are merged into
 one array each, and become products of the stage beside the manifest.
@@ -21,8 +22,8 @@ from sharmill.files.arrays import load_stored_array, map_stored_array, publish_a
 from sharmill.files.atomic import open_atomic, open_new, write_atomic
 from sharmill.manifest import Utterance, records_checksum
 
-# Columns of a part: the number of bytes of a line, its number in the prepared manifest, the durations of target and
-# context in seconds, and the 128-bit hash of the key of its group.
+# Columns of a part: the length of a line in bytes, the line's number in the prepared manifest, the durations of target
+# and context in seconds, and the 128-bit hash of the key of the line's group.
 LINE: Final = np.dtype([("length", "u4"), ("index", "u4"), ("seconds", "f4"), ("context", "f4"), ("group", "u8", 2)])
 # The name of the column with the position of the first byte of each line, which is computed from the lengths.
 OFFSET: Final = "offset"
@@ -51,14 +52,15 @@ def merge_columns(
     folder: Path, parts: Sequence[Path], names: Sequence[str], *, count: int, lengths: np.ndarray | None = None,
     kept: np.ndarray | None = None,
 ) -> dict[str, Path]:  # fmt: skip
-    """Write columns of a merged manifest into a folder, each as an array of shape (N,); return their paths by name.
+    """Write columns of a merged manifest into a folder, each as an array with N items; return their paths by name.
 
     Args:
+        folder: the folder of the files, which are named after the columns.
         parts: the files with the columns of the parts, in order.
         names: the columns to write besides ``offset``.
-        count: number of lines in the merged manifest.
-        lengths: number of bytes of each merged line, if the lines differ from those of the parts.
-        kept: True for each line of the parts that is in the merged manifest; by default all lines are.
+        count: number N of lines in the merged manifest.
+        lengths: length of each merged line in bytes, (N,), if the lines differ from the lines of the parts.
+        kept: for each line of the parts, True if it is in the merged manifest; by default all lines are.
     """
     folder.mkdir(exist_ok=True)
 
@@ -89,7 +91,7 @@ def identify_manifest(run: StageRun, stage: str) -> str:
     Raises:
         ConfigError: the stage is not finished, or the manifest, a column or a fact is missing or has changed.
     """
-    # Check that this fact exists, which ranks need to read the segments of the manifest.
+    # Check that this fact exists, because ranks need it to read the segments of the manifest.
     run.totals_of("prepare", duration_tolerance=float)
     totals = run.totals_of(stage, "manifest", records=str)
     for name in totals.products.keys() & {"manifest", OFFSET, FIRST_OF_GROUP, *(LINE.names or ())}:
@@ -119,7 +121,7 @@ def order_by_group(groups: np.ndarray, *, mixed: bool = False) -> np.ndarray:
 
     Args:
         groups: the number of the first line of each line's group, (N,).
-        mixed: shuffle the lines within each group, so that every part of a group has records and candidates.
+        mixed: True to shuffle the lines within each group, so that every part of a group has records and candidates.
     """
     if mixed:
         numbers = np.random.Generator(np.random.PCG64(0)).permutation(len(groups))
@@ -128,7 +130,7 @@ def order_by_group(groups: np.ndarray, *, mixed: bool = False) -> np.ndarray:
 
 
 def column(run: StageRun, stage: str, name: str) -> np.ndarray:
-    """Return a column of a stage's manifest, (N,), memory-mapped from its file.
+    """Return a column of a stage's manifest, with one item per line, memory-mapped from its file.
 
     Raises:
         ConfigError: the stage is not finished, or the column is missing.

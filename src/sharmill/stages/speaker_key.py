@@ -19,7 +19,9 @@ _MOST: Final = 0.5
 _MANY_RECORDINGS: Final = 20
 
 SpeakerKey = Callable[[str, str], str]
-"""(relative path of the audio, speaker name of the tag) -> key; may raise RejectRecord."""
+"""Function of the relative path of the audio and the speaker's name in the tag that returns the key; may raise
+RejectRecord.
+"""
 
 
 def key_of(speaker_key: SpeakerKey, utterance: Utterance) -> str:
@@ -32,7 +34,7 @@ class PathPattern:
     """A speaker key made from the named groups of a regular expression, in order of appearance.
 
     Args:
-        pattern: the expression, which is searched in the relative path.
+        pattern: the expression, which is searched for in the relative path.
         layout: a description of the expected paths, for messages.
         separator: the text between the values in the key.
         fold_case: convert the key to lower case.
@@ -85,12 +87,12 @@ def needs_speaker(key: SpeakerKey) -> bool:
 
 
 def is_doubtful(share: float, num_recordings: int) -> bool:
-    """Return True if a speaker's name may stand for many people, given its share of all records and its recordings."""
+    """Return True if a speaker's name may stand for many people, since many recordings and most records have it."""
     return share > _MOST and num_recordings >= _MANY_RECORDINGS
 
 
 def _layout(layout: str, pattern: str) -> PathPattern:
-    """Return the preset for a published path layout; as in NeMo's script, keys are joined by "_" and in lower case."""
+    """Return the preset for a published path layout. As in NeMo's script, "_" joins the values, in lower case."""
     return PathPattern(re.compile(pattern), layout, "_", fold_case=True)
 
 
@@ -138,8 +140,8 @@ def make_speaker_key(spec: str) -> SpeakerKey:
 
     Args:
         spec: the name of a preset, in any case, or a regular expression with named groups. The expression is searched
-            in the relative path, and the key consists of the values of its groups, joined by "/". All presets except
-            ``speaker`` and ``all`` are published rules, whose keys are in lower case.
+            for in the relative path, and the key consists of the values of its groups, joined by "/". All presets
+            except ``speaker`` and ``all`` are published rules, whose keys are in lower case.
 
     Returns:
         A picklable function of the relative path and the speaker's name in the tag. It raises

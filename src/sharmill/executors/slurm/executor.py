@@ -1,10 +1,10 @@
 """The SLURM executor, based on submitit: each task of a job array is one rank, and no process waits for the ranks.
 
-``SlurmExecutor`` brings a dataset's stages forward: it finalizes complete stages and submits missing units. After each
-job array it submits an advance job, which does the same once the ranks have ended. After that it submits a second job,
-which replaces the advance job only if that fails. The state of a run is derived from its plans, its ledgers and the
-queue; only the request and the outcome are recorded. An advance job processes small stages itself, like the local
-executor, because they are not worth waiting in the queue.
+``SlurmExecutor`` advances a dataset from stage to stage: it finalizes complete stages and submits the missing units of
+the next one. After each job array it submits an advance job, which does the same once the ranks have ended, and then a
+second job, which takes the place of the advance job only if that fails. The state of a run is derived from its plans,
+its ledgers and the queue; only the request and the outcome are recorded. An advance job processes small stages itself,
+like the local executor, because they are not worth a wait in the queue.
 """
 
 import logging
@@ -58,14 +58,16 @@ from sharmill.registry import describe_missing
 
 log = logging.getLogger(__name__)
 
-# Errors of sbatch that may pass: a busy controller, or a limit on queued jobs. All other errors concern the request.
+# Errors of sbatch that may be temporary: a busy controller, or a limit on queued jobs. All other errors concern the
+# request.
 _MAY_PASS = r"(?is).*(timed out|temporarily|unable to contact|connection|communicat|(?:Max|Grp)Submit\w*Limit)"
-# Longest time to wait for an unreachable controller, or for a limit on queued jobs. An advance job waits for a part of
-# it, and is then requeued.
+# Longest time to wait for an unreachable controller, or for a limit on queued jobs, in seconds. An advance job waits
+# for a part of this time, and is then requeued.
 _MOST_PATIENCE_SECONDS = 12 * 3600.0
 _MOST_LOGS = 50
 _SETUP_FAILED = "sharmill: the setup line failed with status "
-# A missing module, reported at the end of a log by a traceback or by ``python -m``; srun may name the node after that.
+# A missing module that a traceback or ``python -m`` reports at the end of a log, and the node, which srun may name
+# after it.
 _NO_MODULE = re.compile(
     r"^(?:.*\()?ModuleNotFoundError: No module named '([\w.]+)'\)?\s*"
     r"(?:^srun: (?:error: ([^:\s]+): task \d+: Exited|(?!error)).*\s*)*\Z",
@@ -97,7 +99,7 @@ class Dataset(Protocol):
         """Return the number of ranks for which the units of a stage are enough work."""
 
     def show(self) -> None:
-        """Write the report for people, once all stages are finished."""
+        """Write the report page, once all stages are finished."""
 
 
 @dataclass
@@ -124,7 +126,8 @@ class RankTask:
                 raise
             log.warning("rank %d stops: %s", self.number, superseded(stage))
             return
-        # Only the leader cancels other tasks, so that requests to the scheduler do not grow with the number of ranks.
+        # Only the leader cancels other tasks, so that the number of requests to the scheduler does not grow with the
+        # number of ranks.
         leader, array = watcher.leader, os.environ.get("SLURM_ARRAY_JOB_ID")
         if leader is not None and watcher.state.ended and array is not None:
             self._end_others(array, leader)
@@ -148,7 +151,7 @@ class RankTask:
 
 @dataclass
 class SlurmExecutor(Executor):
-    """The run of one dataset on SLURM, from stage to stage. Its jobs call a pickled copy of it.
+    """The run of one dataset on SLURM, from stage to stage. Its jobs run a pickled copy of this object.
 
     All nodes must share the file system of the run directory.
 
@@ -157,7 +160,7 @@ class SlurmExecutor(Executor):
         profile: the cluster profile.
         command: the command that submits the run again.
         profile_file: the file with the profile, "" for the default profile.
-        restart: discard the output of the stages first.
+        restart: True to discard the output of the stages first.
         take_over: True if the user has confirmed that no jobs are left on another cluster.
         patience: seconds to keep trying if SLURM does not answer or accepts no jobs.
         role: the role of the job that this process is, None if it is not a job.
@@ -216,7 +219,7 @@ class SlurmExecutor(Executor):
         if any(job.role != "rank" for job in jobs):
             return  # the advance jobs continue the run, and this process only adds ranks
         run_dir.begin(self.given)
-        # Forget earlier attempts, unless ranks are still at work whose advance job is missing.
+        # Forget earlier attempts, unless ranks are still at work and only their advance job is missing.
         for stage in self.dataset.make_stages() if not (jobs or is_joining) else ():
             remove(stage.ranks.launch)
 
@@ -224,10 +227,11 @@ class SlurmExecutor(Executor):
         self, stage: StageRun, units: Sequence[Unit], listener: Listener,
         unlocked: Unlocked = nullcontext,
     ) -> StageResult:  # fmt: skip
-        """Submit the units, or return the units that failed for good if no other is left; see ``Executor``.
+        """Submit ranks for the units, or return the units that failed for good if no others are left; see ``Executor``.
 
-        If an advance job is already in the queue, this process only adds ranks, and nothing if it is an advance job
-        itself. Small stages are processed in the advance job; if it is killed, the next one submits ranks for them.
+        If an advance job is already in the queue, this process only adds ranks, or nothing if it is an advance job
+        itself. An advance job processes small stages itself; if it is killed, the next advance job submits ranks for
+        them.
 
         Raises:
             FatalError: a rank stopped the stage, ranks end without starting a unit, SLURM refuses the jobs, or a user
@@ -275,7 +279,7 @@ class SlurmExecutor(Executor):
     def _competing_jobs(self) -> list[queue.QueuedJob]:
         """Return the queued jobs that conflict with new ranks of this process.
 
-        For an advance job, these are ranks and later advance jobs; earlier ones are about to end.
+        For an advance job, these are ranks and later advance jobs; earlier advance jobs are about to end.
         """
         found = queue.queued_jobs(self.run_dir, self.patience, on_any_cluster=True)
         if self.role is None:
@@ -313,7 +317,7 @@ class SlurmExecutor(Executor):
         """Return the number of workers with which an advance job processes a stage itself; 0 if ranks must do it."""
         cluster = self.profile
         if stage.resource == "gpu" or cluster.python is not None or cluster.container_image is not None:
-            # An advance job runs outside of containers, with other packages, so its output bytes may differ.
+            # An advance job runs outside the container and with other packages, so its output bytes may differ.
             return 0
         ranks, driver = self.ranks_of(stage), cluster.driver
         workers = driver.cores // ranks.cores
@@ -400,7 +404,7 @@ class SlurmExecutor(Executor):
             return [job.job_id for job in jobs]
 
         # A job that was submitted although sbatch timed out does no harm: its tasks find nothing to do, or process the
-        # same units as others.
+        # same units as other tasks.
         may_pass = retry_if_exception_type(FailedJobError) & retry_if_exception_message(match=_MAY_PASS)
         try:
             return queue.retrying(self.patience, may_pass)(submit)
@@ -432,7 +436,7 @@ class SlurmExecutor(Executor):
         name = "-".join([self.dataset.name, stage.name.replace("/", "-"), *([] if is_rank else [role])])
         container: dict[str, Any] = {}
         if cluster.container_image is not None:
-            # Relative paths of the configuration are relative to this folder.
+            # Relative paths in the configuration refer to this folder.
             container = {
                 "image": cluster.container_image,
                 "workdir": Path.cwd(),
@@ -485,8 +489,8 @@ class SlurmExecutor(Executor):
                     )
                     self.require_current()
                     wait_for_stage(stages, stage, token, had_ranks=had_ranks)
-                    # Wait for the lock without a limit. The submitting process may still hold it, and if a node starts
-                    # this job twice, the other process may.
+                    # Wait for the lock without a limit: the submitting process may still hold it, or a second process
+                    # of this job, if a node has started the job twice.
                     outcome = self._run_stages(wait_seconds=math.inf)
             except Exception as error:
                 log.exception("job %s failed", os.environ.get("SLURM_JOB_ID"))
@@ -518,14 +522,15 @@ class SlurmExecutor(Executor):
         return outcome
 
     def _note(self, end: RunOutcome) -> None:
-        """Record the end of the run, and run the ``notify`` command of the profile, whose errors are ignored.
+        """Record the outcome of the run, and run the ``notify`` command of the profile, whose errors are ignored.
 
         Raises:
-            FatalError: the run has ended before, or was cancelled.
+            FatalError: the run has already ended, or was cancelled.
         """
         self.require_current()
         self.run_dir.note_outcome(end)
-        # Release only if no other process has taken over; drivers are checked too, because they may hold no lock.
+        # Release the reservation only if no other process has taken over. Check for drivers too, because they may hold
+        # no lock.
         if lock_owner(self.run_dir.path) is None and not find_workers(self.run_dir, ranks=False):
             release(self.dataset.make_stages())
         # The second job has nothing left to do.
@@ -552,7 +557,7 @@ class SlurmExecutor(Executor):
 
 
 def is_requeued(patience: float) -> bool:
-    """Requeue this job, and return True; return False if it has waited for half a day, or SLURM does not answer.
+    """Requeue this job and return True; return False if it has waited for half a day, or SLURM does not answer.
 
     Args:
         patience: seconds that each process of this job has waited.
@@ -566,7 +571,7 @@ def is_requeued(patience: float) -> bool:
 
 
 def job_comment(run_dir: RunDir, role: queue.Role) -> str:
-    """Return the comment that identifies jobs of a run directory; without an id, the scripts are only for display."""
+    """Return the comment that identifies jobs of a run directory; ``new`` stands for the id in scripts for display."""
     return f"sharmill:{run_dir.read_id() or 'new'}:{role}"
 
 
@@ -639,7 +644,7 @@ def wait_for_end(run_dir: RunDir) -> RunOutcome:
                 f"the jobs have ended before the work was complete: {reason}; submit the run again to continue",
                 code="jobs_gone",
             )
-        # Check the outcome, a file, more often than the queue, whose listing covers the whole cluster.
+        # Check the file of the outcome more often than the queue, because listing the queue covers the whole cluster.
         ask_again = time.monotonic() + 10.0
         time.sleep(2.0)
         while run_dir.read_outcome() is None and time.monotonic() < ask_again:
@@ -647,7 +652,7 @@ def wait_for_end(run_dir: RunDir) -> RunOutcome:
 
 
 def find_reason(jobs: Path, since: float = 0.0) -> str:
-    """Return the reason for the end of the jobs, in one line, from the newest log that has one; "" if none has.
+    """Return one line with the reason why the jobs ended, from the newest log with a reason; "" if there is none.
 
     Args:
         jobs: the folder with the logs of the jobs.
@@ -664,9 +669,11 @@ def find_reason(jobs: Path, since: float = 0.0) -> str:
 
 
 def find_missing_module(jobs: Path, since: float, num_ranks: int) -> str:
-    """Return a sentence about a missing module if, by their logs, several ranks all failed to import it; otherwise "".
+    """Return a sentence about a missing module if, according to their logs, all ranks failed to import it; otherwise
+    "".
 
-    If the logs name hosts, as srun's do, ranks on a single host prove nothing.
+    At least two ranks must have failed. If the logs name the hosts, as srun's logs do, at least two hosts must be
+    involved.
     """
     lacking = {path: found for path, text in _read_logs(jobs, since) if (found := _NO_MODULE.search(text))}
     modules, hosts = ({found[group] for found in lacking.values()} for group in (1, 2))
@@ -676,7 +683,7 @@ def find_missing_module(jobs: Path, since: float, num_ranks: int) -> str:
 
 
 def _read_logs(jobs: Path, since: float) -> Iterator[tuple[Path, str]]:
-    """Yield the logs of jobs that were written since a time, the newest first, up to a limit."""
+    """Yield the path and the text of each job log written since a time, the newest first, up to a limit."""
     by_age = sorted(((path.stat().st_mtime, path) for path in jobs.glob("*_log.err")), reverse=True)
     for path in [path for written, path in by_age if written >= since][:_MOST_LOGS]:
         # Skip an unreadable log, because another log may have the reason.

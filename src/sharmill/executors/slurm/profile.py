@@ -23,7 +23,7 @@ _NOT_EXTRA = (
     | dict.fromkeys(_MEMORY, "set memory_gb, or set it to null")
     | {"time": "set timeout_min", "signal": "set signal_s of the profile", "cpus-per-task": "set cores"}
 )
-# The key of advance jobs in ``stages``, where they may have their own values, like the stages.
+# The key in ``stages`` for the values of advance jobs.
 DRIVER: Final = "driver"
 
 
@@ -137,8 +137,8 @@ class ClusterProfile:
     def for_stage(self, kind: str, resource: Resource) -> RankProfile:
         """Return the profile for ranks of a kind of stage.
 
-        The keys below ``stages`` apply only to the main round of a step. Other rounds, such as the one that puts codes
-        into shards, have the profile ``cpu`` unchanged.
+        The keys below ``stages`` apply only to the main round of a step. All other rounds, such as the round that puts
+        codes into shards, use the profile of their resource unchanged.
         """
         ranks = self.gpu if resource == "gpu" else self.cpu
         own = self.stages.get(kind, {})
@@ -146,7 +146,7 @@ class ClusterProfile:
         return msgspec.convert(asdict(ranks) | own | {"extra": extra}, RankProfile, strict=False)
 
     def options(self, ranks: RankProfile, count: int = 1) -> dict[str, Any]:
-        """Return sbatch's options for ``count`` ranks on one node, by their long names; True if without a value."""
+        """Return sbatch options for ``count`` ranks on one node, by long name; True for an option without a value."""
         values = {
             "partition": ranks.partition,
             "account": ranks.account or self.account,
@@ -189,7 +189,7 @@ def _is_of_gpus(gres: str) -> bool:
 
 
 def _multiply_gpus(gres: str, count: int) -> str:
-    """Multiply the number in a generic resource such as ``gpu:a100:1``; resources other than GPUs stay unchanged."""
+    """Multiply the number of GPUs in a resource such as ``gpu:a100:1``; other generic resources stay unchanged."""
     name, _, number = gres.rpartition(":")
     if not _is_of_gpus(gres):
         return gres

@@ -1,8 +1,8 @@
 """Calls of SLURM's commands: list and cancel the queued jobs of a run directory, and query settings.
 
 The jobs of a run directory are found by their comment, which contains the id of the run directory. They are therefore
-found for every submitting user and every path of the directory, even if the submission was killed before it recorded
-their ids.
+found for every submitting user and every path of the directory, even if the submitting process was killed before it
+recorded their ids.
 """
 
 import logging
@@ -34,7 +34,8 @@ _PAUSE_SECONDS = 5.0
 PATIENCE_SECONDS = 30.0
 # Longest time to wait for cancelled jobs. SLURM kills a process that ignores SIGTERM after KillWait, 30 s by default.
 SECONDS_TO_CANCEL = 180.0
-# A rank; the advance job after the ranks; the second job, which runs only if the advance job fails.
+# The role of a job: a rank, the advance job after the ranks, or the second job, which runs only if the advance job
+# fails.
 Role = Literal["rank", "advance", "second"]
 
 
@@ -135,7 +136,7 @@ def scancel(job_ids: Sequence[str], *options: str) -> None:
 def require_no_jobs(run_dir: RunDir, *, take_over: bool = False) -> None:
     """Raise ConfigError if jobs of a run directory are in the queue, or may be there because SLURM does not answer.
 
-    With ``take_over``, SLURM need not answer, because the user has confirmed that there are none.
+    With ``take_over``, SLURM need not answer, because the user has confirmed that no jobs are left.
     """
     try:
         jobs = queued_jobs(run_dir, on_any_cluster=take_over)
@@ -218,8 +219,8 @@ def outside_own_job() -> Iterator[None]:
 
 
 def retrying(patience: float, retry: retry_base) -> Retrying:
-    """Return a retry policy with growing intervals, up to ``patience`` seconds; a controller may be down for hours."""
-    # Limit the interval to an eighth of the patience, so that the total wait hardly exceeds it.
+    """Return a retry policy with growing intervals, which gives up after ``patience`` seconds in total."""
+    # Limit the interval to an eighth of ``patience``, so that the total time hardly exceeds it.
     return Retrying(
         stop=stop_after_delay(patience), retry=retry,
         wait=wait_exponential(multiplier=_PAUSE_SECONDS, max=min(300.0, patience / 8)),
@@ -228,7 +229,7 @@ def retrying(patience: float, retry: retry_base) -> Retrying:
 
 
 def ask(command: list[str], patience: float) -> str:
-    """Return the output of a SLURM command, which is repeated if it fails.
+    """Return the output of a SLURM command; the command is repeated if it fails.
 
     Raises:
         ConfigError: this machine has no such command.
@@ -250,7 +251,7 @@ def _run(command: Sequence[str]) -> str:
     # Drop the user's own settings of squeue, which might hide jobs of other users.
     environment = {name: value for name, value in os.environ.items() if not name.startswith("SQUEUE_")}
     return subprocess.run(
-        # The timeout is only for commands that hang, and independent of the patience.
+        # This timeout only ends commands that hang, and is independent of ``patience``.
         command, capture_output=True, check=True, timeout=60.0, env=environment, text=True,
         errors="replace",
     ).stdout  # fmt: skip

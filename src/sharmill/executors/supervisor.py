@@ -433,8 +433,7 @@ class Supervisor:
                 self._remove(child, told=True)
 
     def _remove(self, child: _Child, why: str = "", *, told: bool = False) -> None:
-        """Remove a rank that has ended, and note its end if it has not done so itself, so that others may take its
-        unit.
+        """Remove a rank that has ended; if it has not noted its end, do so, so that others may take its unit.
 
         Args:
             why: the reason why it was killed.

@@ -1,20 +1,21 @@
 """The advice of a pilot: the recommended ``match.min_similarity``, and the reason for it.
 
 The advice rests on two estimates for each threshold: the share of records that get a context, and the share of contexts
-of a wrong speaker. The true speakers are unknown. Labels may be wrong, so an utterance may be in the group of another
-speaker (misplaced), and a group may contain several speakers. Similarities between wrong speakers are estimated from
-utterances of *different* groups:
+that come from a wrong speaker. The true speakers are unknown. Labels may be wrong, so an utterance may be in the group
+of another speaker (misplaced), and a group may contain several speakers. Similarities between wrong speakers are
+estimated from utterances of *different* groups:
 
 1. A misplaced utterance gets the best context of a group that is not its speaker's. Therefore each utterance is tried
    in every other group of the pilot, with as many candidates as in its own group. The share of misplaced utterances is
-   estimated from ranks. A correctly labelled utterance finds its best context in its own group. For a misplaced one,
-   its own group is like any other, and ranks above and below the middle equally often. This is the estimator for the
-   share of true null hypotheses by J. D. Storey, "A direct approach to false discovery rates", 2002. One is added to
-   the count, so that a small pilot does not prove more than its size allows.
-2. Even a correctly labelled utterance may have candidates of other speakers in its group (foreign). Their share follows
-   from its least similar candidates: half of all foreign candidates are below the median of other groups, but hardly
-   any candidates of the same speaker are. A foreign candidate becomes the context with the probability that a candidate
-   of another group is more similar than the context that was found.
+   estimated from the rank of the utterance's own group among all groups, by the best context in each. For a correctly
+   labelled utterance, its own group has the best context. For a misplaced one, its own group is like any other group,
+   so every rank is equally likely. This is the estimator for the share of true null hypotheses by J. D. Storey, "A
+   direct approach to false discovery rates", 2002. One is added to the count, so that a small pilot does not prove
+   more than its size allows.
+2. Even a correctly labelled utterance may have candidates of other speakers in its group (foreign). Their share is
+   estimated from its least similar candidates: half of all foreign candidates are below the median of other groups,
+   but hardly any candidates of the same speaker are. A foreign candidate becomes the context with the probability that
+   a candidate of another group is more similar than the context that was found.
 
 If there is only one group, a reference of the encoder replaces the other groups: quantiles of similarities between
 different speakers, which were measured once. Candidates are then assumed to be independent of each other.
@@ -28,19 +29,21 @@ from functools import cached_property
 import msgspec
 import numpy as np
 
-# If more than this share of the other groups beat its own group, an utterance counts as misplaced. With a lower value,
-# difficult utterances would count as misplaced too; with a higher value, few would be left to count.
+# An utterance counts as misplaced if it finds a better context in more than this share of the other groups than in its
+# own group. With a lower value, difficult utterances would count as misplaced too; with a higher value, few would be
+# left to count.
 _BEATEN = 0.25
 _MIDDLE = 0.5
-# A higher threshold is preferred if it loses at most this part of the contexts.
+# A higher threshold is preferred if it loses at most this share of the contexts.
 _FREE = 0.005
 _STEPS = 100
-# The threshold that meets the limit as expected may be raised until this part of the contexts is lost, so that the
-# limit is met with confidence.
+# If a threshold keeps only the expected share of wrong speakers below the limit, a higher one may be chosen that also
+# keeps the upper bound below the limit, as long as at most this share of the contexts is lost.
 _FOR_SAFETY = 0.1
-# A bound up to this factor above the lowest bound counts as equally good, because a lower bound costs contexts.
+# An upper bound of at most this factor times the lowest one counts as equally good, because reaching a lower bound
+# costs contexts.
 _NEARLY = 1.25
-# No threshold is recommended that loses more than this part of the contexts.
+# No threshold is recommended that loses more than this share of the contexts.
 _MOST_LOST = 0.5
 
 
@@ -97,13 +100,13 @@ class Voices:
 
 
 def _estimate_wrong_speakers(voices: Voices, thresholds: np.ndarray) -> tuple[float, float, np.ndarray] | None:
-    """Estimate the share of contexts of another speaker.
+    """Estimate the share of contexts that come from another speaker.
 
     Returns:
         A tuple of the share of misplaced utterances, the share of foreign candidates among the candidates of the other
-        utterances, and an array (2, T): for each threshold, the share of contexts of another speaker (NaN if there are
-        no contexts) and its upper bound. None if no utterance has a context, or if there are neither other groups nor a
-        reference of the encoder.
+        utterances, and an array (2, T): for each threshold, the share of contexts that come from another speaker (NaN
+        if there are no contexts) and its upper bound. None if no utterance has a context, or if there are neither other
+        groups nor a reference of the encoder.
     """
     if not voices.matched.any() or not (voices.has_others or voices.reference):
         return None
@@ -112,17 +115,17 @@ def _estimate_wrong_speakers(voices: Voices, thresholds: np.ndarray) -> tuple[fl
     number = voices.is_within.sum(axis=1)
     size, size_of_low = _effective_size(weights), _effective_size(weights * number)
     beaten = float(weights[chance.beaten > _BEATEN].sum() / weights.sum())
-    # Find candidates in the own group that are less similar than the median of other groups.
+    # Find candidates in an utterance's own group that are less similar to it than the median of other groups is.
     is_low = voices.is_within & (voices.similarities < chance.medians[:, None])
     low = float((weights * is_low.sum(axis=1)).sum() / (weights * number).sum())
     accepted = chance.accepted(thresholds)
 
-    # Misplaced utterances explain some of the low candidates. The bound uses the same number as the estimate; otherwise
-    # a higher share of misplaced utterances would lower the share of foreign candidates.
+    # Misplaced utterances explain some of the candidates that are less similar. Use this same share for the upper
+    # bounds; otherwise the higher bound on misplaced utterances would lower the share of foreign candidates.
     explained = min(1.0, beaten / (1 - _BEATEN))
 
     def expect(beaten: float, low: float, accepted: np.ndarray, one: float) -> tuple[float, float, np.ndarray]:
-        """Return the shares of misplaced utterances and foreign candidates, and the wrong shares by threshold, (T,)."""
+        """Return the shares of misplaced utterances and of foreign candidates, and the wrong share by threshold, (T,)."""
         misplaced = min(1.0, (beaten + one) / (1 - _BEATEN))
         # Count only the candidates of utterances that are not misplaced themselves.
         of_rest = (low / _MIDDLE - explained) / (1 - explained) if explained < 1 else 1.0
@@ -161,7 +164,7 @@ def _share_wrong(
     voices: Voices, chance: "_OtherGroups | _Reference", weights: np.ndarray, thresholds: np.ndarray,
     misplaced: float, foreign: float, accepted: np.ndarray,
 ) -> np.ndarray:  # fmt: skip
-    """Return the share of wrong speakers among the contexts at each threshold, (T,); NaN if there are no contexts."""
+    """Return the share of contexts that come from wrong speakers, by threshold, (T,); NaN without any contexts."""
     total = weights.sum()
     found = np.array([weights[voices.best >= threshold].sum() for threshold in thresholds])
     num_foreign = foreign * voices.is_within.sum(axis=1)
@@ -197,12 +200,12 @@ class _OtherGroups:
     def _try_elsewhere(self, candidates: np.ndarray) -> np.ndarray:
         """Return the similarity of the best context that each utterance finds in each other group, (N, G).
 
-        An utterance gets as many candidates there as it has in its own group: the first ones of the group, and further
-        ones of other groups if the group has too few. The value is NaN for its own group, for groups of the same
+        In each other group, an utterance gets as many candidates as in its own group. If the other group has too few,
+        random candidates of further groups are added. The value is NaN for its own group, for groups of the same
         speaker, and for groups without candidates.
 
         Args:
-            candidates: True for the utterances to try, (N,).
+            candidates: True for the utterances that may be candidates, (N,).
         """
         voices = self._voices
         names = np.unique(voices.groups)
@@ -244,7 +247,8 @@ class _Reference:
         self._number = voices.is_within.sum(axis=1)
         self._weights = voices.weights * voices.matched
         self._similarities, self._shares = np.array(voices.reference).T
-        # The probability that the same number of other speakers would include a better context than was found, (N,).
+        # For each utterance, the probability that as many candidates of other speakers as its own group has would
+        # include a better context than was found, (N,).
         self.beaten = self.exceeded(voices.best, self._number)
         self.medians = np.full(len(self._number), np.interp(_MIDDLE, self._shares, self._similarities))
 
@@ -263,8 +267,9 @@ class Threshold(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         context_share: the share of all records that get a context.
-        wrong_share: the expected share of these contexts that are another speaker; None if it cannot be estimated.
-        wrong_bound: the upper confidence limit (95 %) of that share for a pilot of this size.
+        wrong_share: the expected share of these contexts that come from another speaker; None if it cannot be
+            estimated.
+        wrong_bound: the upper confidence limit (95 %) of ``wrong_share`` for a pilot of this size.
     """
 
     min_similarity: float
@@ -279,7 +284,8 @@ class Advice(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         thresholds: the thresholds.
         misplaced: the share of utterances in a group of another speaker; None if it cannot be estimated.
-        foreign: the share of candidates of another speaker, among the candidates of the other utterances.
+        foreign: the share of other speakers among the candidates of utterances that are not misplaced; None if it
+            cannot be estimated.
         recommended: one of ``thresholds``; None if there is no recommendation.
         reason: one sentence with the reason for the recommendation, or for its absence.
     """
@@ -294,13 +300,14 @@ class Advice(msgspec.Struct, frozen=True, kw_only=True):
 def advise(voices: Voices, max_wrong: float, least: float = 0.0) -> Advice:
     """Return the effect of each threshold, and recommend one.
 
-    The recommendation is the lowest threshold with a share of wrong speakers that is, with confidence, at most
+    The recommendation is the lowest threshold at which the share of wrong speakers is, with 95 % confidence, at most
     ``max_wrong``. It is raised as long as that costs hardly any contexts, because a pilot does not see every wrong
     label.
 
     Args:
-        max_wrong: the highest acceptable share of contexts of another speaker.
-        least: no lower threshold is recommended. If most records are in one group, this is the present threshold.
+        max_wrong: the highest acceptable share of contexts that come from another speaker.
+        least: the lowest threshold that may be recommended. If most records are in one group, this is the present
+            threshold.
     """
     grid = np.arange(_STEPS) / _STEPS
     estimate = _estimate_wrong_speakers(voices, grid)
@@ -363,5 +370,5 @@ def _bound(one: Threshold) -> float:
 
 
 def _costing(thresholds: Sequence[Threshold], lowest: Threshold, part: float) -> list[Threshold]:
-    """Return the thresholds that lose at most this part of the contexts of the lowest threshold."""
+    """Return the thresholds that lose at most this share of the contexts of the lowest threshold."""
     return [one for one in thresholds if one.context_share >= lowest.context_share * (1 - part)]

@@ -45,21 +45,22 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         name: the name of the dataset.
         seed: the seed of the sample.
-        encoder, device: the speaker encoder, None without contexts, and its device.
+        encoder, device: the speaker encoder, None for a dataset without contexts, and its device.
         num_records: number of records in the whole input.
         num_drawn, num_groups: number of records in the pilot, and number of their speaker groups.
-        num_partial_groups: number of groups that were too large to be taken as a whole. If there are any, yields and
+        num_partial_groups: number of groups that were too large to be drawn as a whole. If there are any, yields and
             wrong shares are lower bounds, because a whole group has more candidates.
         rejects: the rejected records by reason.
         formats: the formats of the audio files.
         durations: quantiles of the durations, in seconds, of the utterances that passed the checks; the keys are the
             quantile levels.
-        too_short_for_context: share of these utterances outside ``match.min_duration`` and ``max_duration``.
-        advice, similarities: None for a dataset without contexts.
+        too_short_for_context: share of these utterances with a duration outside ``match.min_duration`` and
+            ``max_duration``.
+        advice, similarities: the advice and the histograms of similarities; None for a dataset without contexts.
         near_copies: number of utterances whose context would have the same text, the same length and nearly the same
-            sound, as a lossy or quieter copy of them has.
+            sound, and is therefore probably a lossy or quieter copy.
         max_similarity: a value for ``match.max_similarity`` that excludes these copies; None if there are none.
-        audio_seconds: seconds of audio that was decoded and embedded.
+        audio_seconds: seconds of audio that were decoded and embedded.
         rates: the rates of the stages on one rank of this machine; empty if no records were left to measure them.
     """
 

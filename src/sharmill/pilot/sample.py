@@ -1,6 +1,7 @@
 """The pilot: draw whole speaker groups, check, decode and embed them, and predict the outcome of a run over all input.
 
-To measure the rates of the stages after match, a small dataset of the drawn records is written, encoded and validated.
+To measure the rates of the stages after match, a small dataset is made from the drawn records: it is written, encoded
+and validated.
 """
 
 import math
@@ -62,7 +63,7 @@ class Sample:
         rows: (M,) int64, the numbers of the records, in increasing order.
         weights: (M,) float64 with sum 1, the share of all records for which each record stands.
         num_groups: number of speaker groups in the sample.
-        num_partial: number of groups of which only a part was taken.
+        num_partial: number of groups from which only a part was drawn.
     """
 
     rows: np.ndarray
@@ -76,8 +77,8 @@ def draw_groups(groups: np.ndarray, size: int, seed: int) -> Sample:
 
     The probability of drawing a group is proportional to its size, and each draw has the same weight. A weighted mean
     over the sample is therefore unbiased, whatever the sizes of the groups are (M. H. Hansen and W. N. Hurwitz, "On the
-    Theory of Sampling from Finite Populations", 1943). From a group that would fill the sample alone, a random part is
-    taken.
+    Theory of Sampling from Finite Populations", 1943). From a group with more than max(100, ``size`` // number of
+    groups) records, only that many random records are taken.
 
     Args:
         groups: (N,) int64, the number of each record's group, from 0.
@@ -89,7 +90,7 @@ def draw_groups(groups: np.ndarray, size: int, seed: int) -> Sample:
     """
     generator = np.random.Generator(np.random.PCG64(seed))
     sizes = np.bincount(groups)
-    # Take at least 100 records from a large group.
+    # The largest number of records to take from one group.
     most = max(100, size // max(1, len(sizes)))
     drawn = groups[generator.permutation(len(groups))]
     names, first = np.unique(drawn, return_index=True)
@@ -199,13 +200,13 @@ def run_pilot(
     Args:
         size: number of records to draw.
         seed: seed of the sample.
-        max_wrong: the highest acceptable share of contexts of another speaker.
+        max_wrong: the highest acceptable share of contexts that come from another speaker.
         device: ``cpu`` or ``cuda``.
         measure: also measure the rates of the stages after match, which needs the codecs.
-        tell: called with a line of text before each step.
+        tell: a function that is called with a line of text before each step.
 
     Returns:
-        The file with the result in the run directory, and the result.
+        The path of the file with the result in the run directory, and the result.
 
     Raises:
         ConfigError: the configuration cannot be used, or the input has no records.
@@ -291,7 +292,12 @@ def _rate(
     records: PilotRecords, name: str, device: str = "", *, seconds_per_cost: float, cost: float, count: int,
     seconds_to_start: float = 0.0, decoding_per_cost: float = 0.0, model_per_cost: float = 0.0,
 ) -> StageRate:  # fmt: skip
-    """Return the rate of a stage that writes a manifest of ``count`` records, for the total ``cost`` of the pilot."""
+    """Return the rate of a stage that writes a manifest of ``count`` records.
+
+    Args:
+        seconds_per_cost: seconds for each unit of cost in the pilot.
+        cost: the stage's total cost in the pilot.
+    """
     drawn = max(1, len(records.sample.rows))
     size = sum(len(utterance.to_json()) + 1 for utterance in records.utterances)
     return StageRate(
@@ -310,8 +316,8 @@ def _choose(
     embedded: dict[int, EmbeddedSegment],
     lost: dict[int, tuple[str, RejectRecord]],
 ) -> Voices:
-    """Choose contexts without a threshold, and return the voices; rejected utterances are added to ``lost``."""
-    # Independent of any threshold, choose the best context that the other limits allow.
+    """Choose contexts without a threshold, and return the pilot's utterances; rejected ones are added to ``lost``."""
+    # Choose the best context that the other limits allow, independently of any threshold.
     free = replace(match, min_similarity=-1.0, choice="best", contexts="choose", contexts_from_dataset=False)
     chooser = ContextChooser(free, segment_roots(config), make_speaker_key(config.speaker_key))
     utterances = sorted((one for one in records.utterances if one.index in embedded), key=chooser.group_key)
@@ -343,8 +349,8 @@ def _choose(
 
 
 def _is_near_copy(utterance: Utterance, context: Context) -> bool:
-    """Return True if a context is probably a lossy or differently scaled copy of the utterance itself."""
-    # An MP3 may be up to a tenth of a second longer.
+    """Return True if a context is probably a lossy, louder or quieter copy of the utterance itself."""
+    # An MP3 copy may be up to a tenth of a second longer.
     is_as_long = abs(utterance.segment.duration - context.segment.duration) <= 0.1
     # Different utterances of the same speaker are hardly ever that similar.
     return is_as_long and context.similarity >= 0.98 and utterance.text.split() == context.text.split()
@@ -390,8 +396,8 @@ def _durations(config: Config, records: PilotRecords) -> dict[str, Any]:
 def run_small(config: Config, utterances: Sequence[Utterance], num_drawn: int) -> list[StageRate]:
     """Write, encode and validate a small dataset of a pilot's utterances, and return the rates of the stages.
 
-    Its run directory and dataset lie below the run directory of the configuration, so that they are on the same disk as
-    a real run. They are removed at the end.
+    The run directory and the dataset of this small run lie below the run directory of the configuration, so that they
+    are on the same disk as a real run. They are removed at the end.
 
     Args:
         num_drawn: number of records in the pilot, including rejects.
@@ -415,8 +421,8 @@ def run_small(config: Config, utterances: Sequence[Utterance], num_drawn: int) -
         small = small.with_section(replace(config.section(ValidateConfig), against_sources=False))
         run = RunDir(Path(small.run_dir))
         if (copies := RunDir(Path(config.run_dir)).copies).is_dir():
-            # Reuse audio that the pilot has downloaded, if the disk supports hard links. Locks are left out, because a
-            # lock with a second hard link would be refused.
+            # Reuse audio that the pilot has downloaded, if the disk supports hard links. Lock files are left out,
+            # because a lock file with a second hard link would be refused.
             others = shutil.ignore_patterns(".lock")
             with suppress(shutil.Error):
                 shutil.copytree(copies, run.copies, ignore=others, copy_function=os.link)

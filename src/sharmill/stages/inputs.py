@@ -24,8 +24,7 @@ def segment_reader(run: StageRun) -> SegmentReader:
 
 
 def identify_roots(roots: AudioRoots, run_dir: Path) -> list[dict[str, Any]]:
-    """Return the part of a plan's identity for audio roots: URLs, and folders independent of how their paths are
-    written.
+    """Return the part of a plan's identity for audio roots: URLs, and folders however their paths are written.
 
     The scale of floating-point audio is included if it is not 1.
     """

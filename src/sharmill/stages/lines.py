@@ -1,5 +1,4 @@
-"""Manifests between stages, with columns: arrays with the values of each line that a plan needs, so that it parses no
-lines.
+"""Manifests between stages, with columns: arrays of the values that a plan needs from each line without parsing it.
 
 The rank that writes a part of a manifest also writes its columns. At the end of the stage, the columns are merged into
 one array each, and become products of the stage beside the manifest.

@@ -87,7 +87,7 @@ def _examine_gpus() -> Check:
 
 
 def _examine_folder(folder: Path) -> Iterator[Check]:
-    """Yield the checks of the file system of a folder, with the help of temporary files there."""
+    """Yield the checks of the file system of a folder, using temporary files there."""
     place = folder.resolve()
     try:
         with tempfile.TemporaryDirectory(prefix="sharmill-doctor-", dir=folder) as name, FolderLock(Path(name)):

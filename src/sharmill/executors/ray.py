@@ -84,7 +84,7 @@ class RayExecutor(ConfiguredExecutor):
         yield Check("Ray", f"{versions('ray')['ray']}, RAY_ADDRESS is {os.environ.get('RAY_ADDRESS', 'not set')}")
 
     def check(self, config: Config) -> None:
-        """Raise ConfigError if Ray is not installed, or relative paths lead into a folder that Ray removes."""
+        """Raise ConfigError if Ray is not installed, or if relative paths refer to a folder that Ray removes."""
         _import_ray()
         paths = {"run_dir": config.run_dir, "dataset_dir": config.dataset_dir}
         for number, source in enumerate(config.sources):
@@ -137,10 +137,11 @@ class RankActor:
         The error is returned rather than raised, because Ray would wrap an exception.
 
         Args:
-            version: the version of sharmill of the driver.
+            version: the driver's version of sharmill.
             folder: the folder to which relative paths refer; None if the driver runs in a copy made by Ray.
             pickled: the pickled stage; unpickling imports its modules.
             number: the number of the rank.
+            device, cores: the kind of device of the rank, and its number of cores.
         """
         if sharmill.__version__ != version:
             return _unlike(f"has sharmill {sharmill.__version__}, but the driver has {version}")
@@ -231,7 +232,7 @@ class _Actors:
             self._mark_ended({number for number, _ in self.working.values()})
 
     def _await_end(self) -> None:
-        """Wait until all actors have ended, but at most ten seconds."""
+        """Wait until all actors have ended, but for at most ten seconds."""
         if self.working:
             _import_ray().wait(list(self.working), num_returns=len(self.working), timeout=10.0)
 

@@ -1,7 +1,7 @@
 """A node of a Ray cluster inside a SLURM allocation; each task of ``jobs/sbatch/ray.sbatch`` runs this module.
 
 ``python -m sharmill.executors.ray_node HEAD_ADDRESS PORT`` starts the head if SLURM_NODEID is 0, otherwise a worker.
-The node has this task's share of cores and GPUs and its own files, and is stopped on SIGTERM.
+The node uses this task's share of cores and GPUs, has its own files, and is stopped by SIGTERM.
 """
 
 import os
@@ -24,7 +24,8 @@ _RAY = ("-c", "from ray.scripts.scripts import main; main()")
 def node_command(head: str, port: int, folder: Path, environment: Mapping[str, str]) -> list[str]:
     """Return the command that starts this node and blocks until it is stopped."""
     is_head = environment.get("SLURM_NODEID", "0") == "0"
-    # A Python file that starts a worker instead of ``ray``, for trials on one host; see jobs/sbatch/ray.sbatch.
+    # For trials on one host, a Python file that is run instead of ``ray`` to start a worker; see
+    # jobs/sbatch/ray.sbatch.
     worker = environment.get("SHARMILL_RAY_WORKER")
     cores = environment.get("SLURM_CPUS_PER_TASK") or environment.get("SLURM_CPUS_ON_NODE", "1")
     gpus = [name for name in environment.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
@@ -37,7 +38,8 @@ def node_command(head: str, port: int, folder: Path, environment: Mapping[str, s
         "--disable-usage-stats",
         f"--num-cpus={cores}",
         f"--num-gpus={len(gpus)}",
-        # A small store is enough, because only stages and errors pass through Ray; everything else goes through files.
+        # A small object store is enough, because only stages and errors pass through Ray; everything else goes through
+        # files.
         "--object-store-memory=200000000",
         # Use free ports everywhere, because another job may have a node on the same host.
         "--min-worker-port=0",

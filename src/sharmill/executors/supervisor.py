@@ -84,7 +84,7 @@ class Device:
 
     @classmethod
     def given(cls, kind: str) -> "Device":
-        """Return the device of a job: for ``cuda``, the first visible GPU."""
+        """Return the device for the rank of a job; for ``cuda``, it is the first visible GPU."""
         return cls(kind, os.environ.get(VISIBLE, "").split(",")[0] if kind == "cuda" else "")
 
     def slot(self, number: int) -> str:
@@ -242,10 +242,10 @@ class _Child:
     """A rank that runs in a child process.
 
     Attributes:
-        progress: the last progress that it has reported, None if it has reported none.
+        progress: the last progress that the rank has reported, None if it has reported none.
         heard: the time of that report by ``time.monotonic``, which stops while the machine is suspended.
-        unit_since: the time of the first report about its present unit.
-        is_open: False if its end of the pipe is closed.
+        unit_since: the time of the first report about the rank's present unit.
+        is_open: False if the rank's end of the pipe is closed.
     """
 
     rank: Rank

@@ -29,19 +29,18 @@ from functools import cached_property
 import msgspec
 import numpy as np
 
-# An utterance counts as misplaced if it finds a better context in more than this share of the other groups than in its
-# own group. With a lower value, difficult utterances would count as misplaced too; with a higher value, few would be
+# An utterance counts as misplaced if more than this share of the other groups have a better context for it than its own
+# group has. With a lower value, difficult utterances would count as misplaced too; with a higher value, few would be
 # left to count.
 _BEATEN = 0.25
 _MIDDLE = 0.5
 # A higher threshold is preferred if it loses at most this share of the contexts.
 _FREE = 0.005
 _STEPS = 100
-# If a threshold keeps only the expected share of wrong speakers below the limit, a higher one may be chosen that also
-# keeps the upper bound below the limit, as long as at most this share of the contexts is lost.
+# To keep the upper bound on the share of wrong speakers below the limit too, the threshold may be raised as long as at
+# most this share of the contexts is lost.
 _FOR_SAFETY = 0.1
-# An upper bound of at most this factor times the lowest one counts as equally good, because reaching a lower bound
-# costs contexts.
+# An upper bound of up to this factor times the lowest one counts as equally good, because a lower bound costs contexts.
 _NEARLY = 1.25
 # No threshold is recommended that loses more than this share of the contexts.
 _MOST_LOST = 0.5
@@ -95,7 +94,7 @@ class Voices:
 
     @property
     def has_others(self) -> bool:
-        """Return True if every utterance with a context has other groups to be tried in."""
+        """Return True if every utterance with a context can be tried in another group."""
         return bool(self.is_across[self.matched].any(axis=1).all())
 
 
@@ -115,17 +114,17 @@ def _estimate_wrong_speakers(voices: Voices, thresholds: np.ndarray) -> tuple[fl
     number = voices.is_within.sum(axis=1)
     size, size_of_low = _effective_size(weights), _effective_size(weights * number)
     beaten = float(weights[chance.beaten > _BEATEN].sum() / weights.sum())
-    # Find candidates in an utterance's own group that are less similar to it than the median of other groups is.
+    # Find candidates in an utterance's own group that are less similar to it than the median candidate of other groups.
     is_low = voices.is_within & (voices.similarities < chance.medians[:, None])
     low = float((weights * is_low.sum(axis=1)).sum() / (weights * number).sum())
     accepted = chance.accepted(thresholds)
 
-    # Misplaced utterances explain some of the candidates that are less similar. Use this same share for the upper
-    # bounds; otherwise the higher bound on misplaced utterances would lower the share of foreign candidates.
+    # Misplaced utterances explain some of these low similarities. Use the same share of misplaced utterances for the
+    # upper bounds too; otherwise a higher share would lower the bound on foreign candidates.
     explained = min(1.0, beaten / (1 - _BEATEN))
 
     def expect(beaten: float, low: float, accepted: np.ndarray, one: float) -> tuple[float, float, np.ndarray]:
-        """Return the shares of misplaced utterances and of foreign candidates, and the wrong share by threshold, (T,)."""
+        """Return the share of misplaced utterances, of foreign candidates and, by threshold, of wrong contexts (T,)."""
         misplaced = min(1.0, (beaten + one) / (1 - _BEATEN))
         # Count only the candidates of utterances that are not misplaced themselves.
         of_rest = (low / _MIDDLE - explained) / (1 - explained) if explained < 1 else 1.0
@@ -232,7 +231,9 @@ class _OtherGroups:
         return np.array([weights[best >= threshold].sum() for threshold in thresholds]) / weights.sum()
 
     def exceeded(self, least: np.ndarray, number: np.ndarray) -> np.ndarray:
-        """Return the probability (N,) that one of ``number`` (N,) others is more similar than ``least`` (N,)."""
+        """Return the probability (N,) that one of ``number`` (N,) wrong candidates is more similar than ``least``,
+        (N,).
+        """
         below = [
             np.searchsorted(row, value, side="right") / len(row) if len(row) else 1.0
             for row, value in zip(self._sorted, least, strict=True)
@@ -247,8 +248,8 @@ class _Reference:
         self._number = voices.is_within.sum(axis=1)
         self._weights = voices.weights * voices.matched
         self._similarities, self._shares = np.array(voices.reference).T
-        # For each utterance, the probability that as many candidates of other speakers as its own group has would
-        # include a better context than was found, (N,).
+        # For each utterance, the probability that as many candidates as in its own group, but all of other speakers,
+        # would include a better context than was found, (N,).
         self.beaten = self.exceeded(voices.best, self._number)
         self.medians = np.full(len(self._number), np.interp(_MIDDLE, self._shares, self._similarities))
 
@@ -258,7 +259,9 @@ class _Reference:
         return np.array([(self._weights * chance).sum() for chance in chances]) / self._weights.sum()
 
     def exceeded(self, least: np.ndarray, number: np.ndarray) -> np.ndarray:
-        """Return the probability (N,) that one of ``number`` (N,) others is more similar than ``least`` (N,)."""
+        """Return the probability (N,) that one of ``number`` (N,) wrong candidates is more similar than ``least``,
+        (N,).
+        """
         return 1 - np.interp(least, self._similarities, self._shares) ** number
 
 

@@ -24,7 +24,7 @@ class RejectShare(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AudioFormat(msgspec.Struct, frozen=True, kw_only=True):
-    """The number of files with a format, a sampling rate and a number of channels."""
+    """The number of files with the same format, sampling rate and number of channels."""
 
     format: str
     sampling_rate: int

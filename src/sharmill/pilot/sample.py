@@ -117,7 +117,7 @@ class PilotRecords:
         num_records: number of records in the whole input.
         sample: the records that were drawn.
         utterances: the records that passed the checks; ``index`` is the position in the sample.
-        rejects: the rejects of the other records, by position in the sample.
+        rejects: the reason for the rejection of each other record, by position in the sample.
         formats: number of files by format, sampling rate and channels.
         seconds_per_record: time to read and check one record, in seconds.
     """

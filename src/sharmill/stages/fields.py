@@ -110,7 +110,7 @@ class FieldPublication(Publication):
     """Fields that a stage adds to a dataset.
 
     Args:
-        fields: returns the fields that the stage adds to the existing dataset.
+        fields: a function that returns the fields that the stage adds to the existing dataset.
         possible: all fields that the stage may add, known even before the dataset exists; by default the result of
             ``fields``.
         words: the name of the fields in messages.
@@ -246,7 +246,7 @@ class FieldProcessor(Processor):
         )
 
     def items(self, field: str, unit: Unit, ids: list[str]) -> Iterator[Item]:
-        """Yield the items of an existing field for the cuts with these ids, which are the cuts of the unit's shard."""
+        """Yield the items of an existing field for the cuts of a unit's shard, which have these ids."""
         table = ItemTable(self.dataset.file(field, unit.index), ids=ids)
         yield from map(table.item, range(len(ids)))
 

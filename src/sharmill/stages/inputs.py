@@ -24,9 +24,10 @@ def segment_reader(run: StageRun) -> SegmentReader:
 
 
 def identify_roots(roots: AudioRoots, run_dir: Path) -> list[dict[str, Any]]:
-    """Return the part of a plan's identity for audio roots: URLs, and folders however their paths are written.
+    """Return the part of a plan's identity that stands for audio roots.
 
-    The scale of floating-point audio is included if it is not 1.
+    Each root is a URL, or a folder in a form that does not depend on how its path is written. The scale of
+    floating-point audio is included if it is not 1.
     """
     return [
         ({"url": root.url} if root.url else identify_folder(root.path, run_dir))

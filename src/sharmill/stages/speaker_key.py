@@ -19,7 +19,7 @@ _MOST: Final = 0.5
 _MANY_RECORDINGS: Final = 20
 
 SpeakerKey = Callable[[str, str], str]
-"""Function of the relative path of the audio and the speaker's name in the tag that returns the key; may raise
+"""A function that returns the key from the relative path of the audio and the speaker's name in the tag; it may raise
 RejectRecord.
 """
 
@@ -92,7 +92,7 @@ def is_doubtful(share: float, num_recordings: int) -> bool:
 
 
 def _layout(layout: str, pattern: str) -> PathPattern:
-    """Return the preset for a published path layout. As in NeMo's script, "_" joins the values, in lower case."""
+    """Return the preset for a published path layout. Its keys are NeMo's: lower-case values joined by "_"."""
     return PathPattern(re.compile(pattern), layout, "_", fold_case=True)
 
 

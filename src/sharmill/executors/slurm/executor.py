@@ -66,8 +66,8 @@ _MAY_PASS = r"(?is).*(timed out|temporarily|unable to contact|connection|communi
 _MOST_PATIENCE_SECONDS = 12 * 3600.0
 _MOST_LOGS = 50
 _SETUP_FAILED = "sharmill: the setup line failed with status "
-# A missing module that a traceback or ``python -m`` reports at the end of a log, and the node, which srun may name
-# after it.
+# Pattern of a missing module that a traceback or ``python -m`` reports at the end of a log. A message of srun may
+# follow, which names the node.
 _NO_MODULE = re.compile(
     r"^(?:.*\()?ModuleNotFoundError: No module named '([\w.]+)'\)?\s*"
     r"(?:^srun: (?:error: ([^:\s]+): task \d+: Exited|(?!error)).*\s*)*\Z",
@@ -114,7 +114,7 @@ class RankTask:
     ranks: RankProfile
 
     def __call__(self) -> None:
-        """Process units until the stage ends. It is not an error if another run has finished or restarted it."""
+        """Process units until the stage ends. It is not an error if another run has finished or restarted the stage."""
         stage, device = self.stage, Device.given(self.ranks.device)
         # Limit the cores here, because not every cluster binds tasks to their cores.
         limit_cores(self.ranks.cores)
@@ -229,7 +229,7 @@ class SlurmExecutor(Executor):
     ) -> StageResult:  # fmt: skip
         """Submit ranks for the units, or return the units that failed for good if no others are left; see ``Executor``.
 
-        If an advance job is already in the queue, this process only adds ranks, or nothing if it is an advance job
+        If an advance job is already in the queue, this process only adds ranks, or does nothing if it is an advance job
         itself. An advance job processes small stages itself; if it is killed, the next advance job submits ranks for
         them.
 
@@ -489,8 +489,8 @@ class SlurmExecutor(Executor):
                     )
                     self.require_current()
                     wait_for_stage(stages, stage, token, had_ranks=had_ranks)
-                    # Wait for the lock without a limit: the submitting process may still hold it, or a second process
-                    # of this job, if a node has started the job twice.
+                    # Wait for the lock without a limit, because another process may hold it: the submitting process,
+                    # or, if a node has started this job twice, the job's other process.
                     outcome = self._run_stages(wait_seconds=math.inf)
             except Exception as error:
                 log.exception("job %s failed", os.environ.get("SLURM_JOB_ID"))
@@ -536,7 +536,7 @@ class SlurmExecutor(Executor):
         # The second job has nothing left to do.
         with suppress(SharmillError):
             queue.scancel([job.id for job in queue.queued_jobs(self.run_dir) if job.role == "second"])
-        # No notification is needed outside of jobs, because the command itself shows how the run ended.
+        # No notification is needed if this process is not a job, because its command shows how the run ended.
         if self.profile.notify is None or self.role is None:
             return
         values = {
@@ -616,7 +616,10 @@ def _is_finished(stage: StageRun) -> bool:
 
 
 def _have_ranks_ended(stage: StageRun) -> bool:
-    """Return True if all notes of the ranks are visible: all have ended, or each unit is complete or given up."""
+    """Return True if the notes of all ranks are visible here.
+
+    All ranks must have ended, or the stage must have been stopped, or each unit must be complete or given up.
+    """
     if has_seen_ends(stage):
         return True
     attempts = read_attempts(stage)
@@ -669,11 +672,10 @@ def find_reason(jobs: Path, since: float = 0.0) -> str:
 
 
 def find_missing_module(jobs: Path, since: float, num_ranks: int) -> str:
-    """Return a sentence about a missing module if, according to their logs, all ranks failed to import it; otherwise
-    "".
+    """Return a sentence about a missing module if, by their logs, all ranks failed to import it; "" otherwise.
 
-    At least two ranks must have failed. If the logs name the hosts, as srun's logs do, at least two hosts must be
-    involved.
+    At least two ranks must have failed. If the logs name the hosts, as srun's logs do, the ranks must have run on at
+    least two hosts.
     """
     lacking = {path: found for path, text in _read_logs(jobs, since) if (found := _NO_MODULE.search(text))}
     modules, hosts = ({found[group] for found in lacking.values()} for group in (1, 2))

@@ -32,7 +32,8 @@ log = logging.getLogger(__name__)
 
 _PAUSE_SECONDS = 5.0
 PATIENCE_SECONDS = 30.0
-# Longest time to wait for cancelled jobs. SLURM kills a process that ignores SIGTERM after KillWait, 30 s by default.
+# Longest time, in seconds, until cancelled jobs must have left the queue. SLURM kills a process that ignores SIGTERM
+# after KillWait, 30 s by default.
 SECONDS_TO_CANCEL = 180.0
 # The role of a job: a rank, the advance job after the ranks, or the second job, which runs only if the advance job
 # fails.
@@ -86,7 +87,7 @@ def queued_jobs(
     if not run_dir.jobs.exists() or not (run_id := run_dir.read_id()):
         return []
     shown = ask(["squeue", "--noheader", "--all", "--array", "--format=%i|%T|%r|%E|%u|%k"], patience)
-    # The comment may have other text around ours, since a site may add to comments.
+    # The comment may contain other text too, since a site may add to comments.
     ours = rf"^(\d+(?:_\d+)?)\|(\w+)\|([^|]*)\|([^|]*)\|([^|]*)\|.*\bsharmill:{run_id}:(\w+)"
     jobs = []
     for number, state, reason, waits_for, user, role in re.findall(ours, shown, re.MULTILINE):

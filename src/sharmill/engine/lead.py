@@ -112,7 +112,7 @@ class Leader:
         self._claims_listed = -math.inf
         self._claimed: dict[int, int] = dict(notes.launch.first)
         self._claims: dict[tuple[int, int], Claim] = {}
-        # The time at which all missing units were first found to be given up; infinite if that is not so.
+        # The time at which all missing units were first found to be given up; infinite if some may still be tried.
         self._over_since = math.inf
 
     def silent_ranks(self) -> list[int]:

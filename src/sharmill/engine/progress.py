@@ -108,7 +108,7 @@ def list_heartbeats(folder: Path, kind: str = "rank") -> dict[str, Heartbeat]:
         if not (name.startswith(f"{kind}-") and size.isdecimal() and (beat.isdecimal() or beat == ENDED)):
             continue
         heartbeat = Heartbeat(file, name.removeprefix(f"{kind}-"), beat, int(size))
-        # A process that was wrongly taken for dead has two files. It has ended only if all its files say so.
+        # A process that was wrongly taken for dead has two files. It has ended only if the names of both files say so.
         before = found.get(heartbeat.owner)
         if before is None or _order(before) < _order(heartbeat):
             found[heartbeat.owner] = heartbeat

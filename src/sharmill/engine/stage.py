@@ -57,8 +57,8 @@ class Processor(ABC):
         """Process one unit: write its files into ``staging`` and return their names, the rejects and the counts.
 
         Args:
-            advance: reports progress. Call it now and then with the cost processed since the last call; the engine adds
-                any unreported cost when the unit ends.
+            advance: reports progress. Call it from time to time with the cost processed since the last call; the engine
+                adds any unreported cost when the unit ends.
         """
 
     def expect(self, unit: Unit | None) -> None:  # noqa: B027 - only processors that feed a model prefetch

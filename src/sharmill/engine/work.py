@@ -131,7 +131,7 @@ class _Worker:
         """Load the model.
 
         Raises:
-            DeviceError: the model cannot be loaded on this device, but perhaps on others.
+            DeviceError: the model cannot be loaded on this device, but perhaps on other devices.
             ConfigError, FatalError: it cannot be loaded, and no other rank could load it either.
         """
         stage = self._stage

@@ -291,7 +291,7 @@ class Supervisor:
     through a pipe.
 
     Attributes:
-        watcher: follows the stage, and may come to lead it.
+        watcher: follows the stage, and may become its leader.
         devices: the devices of the ranks, by rank number.
         job_seconds: the time limit of this job, None if there is none.
         beat_seconds: the longest time between two looks at the stage, in seconds.
@@ -421,7 +421,7 @@ class Supervisor:
             self._remove(child, why)
 
     def _end(self, children: Sequence[_Child]) -> None:
-        """Tell ranks to stop, and kill those that do not."""
+        """Tell ranks to stop, and kill the ranks that do not stop in time."""
         for child in children:
             child.process.terminate()
         deadline = time.monotonic() + _SECONDS_TO_END
@@ -433,11 +433,11 @@ class Supervisor:
                 self._remove(child, told=True)
 
     def _remove(self, child: _Child, why: str = "", *, told: bool = False) -> None:
-        """Remove a rank that has ended; if it has not noted its end, do so, so that others may take its unit.
+        """Remove a rank that has ended, and note its end if the rank has not, so that other ranks may take its unit.
 
         Args:
             why: the reason why it was killed.
-            told: True if it was told to stop, so that its end is no failure of the slot.
+            told: True if it was told to stop, so that its end does not count as a failure of the slot.
         """
         exitcode = child.process.wait(_SECONDS_TO_END)
         if exitcode is None:

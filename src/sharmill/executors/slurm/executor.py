@@ -227,7 +227,7 @@ class SlurmExecutor(Executor):
         self, stage: StageRun, units: Sequence[Unit], listener: Listener,
         unlocked: Unlocked = nullcontext,
     ) -> StageResult:  # fmt: skip
-        """Submit ranks for the units, or return the units that failed for good if no others are left; see ``Executor``.
+        """Submit ranks for the units, or return the failed units if all others are complete; see ``Executor``.
 
         If an advance job is already in the queue, this process only adds ranks, or does nothing if it is an advance job
         itself. An advance job processes small stages itself; if it is killed, the next advance job submits ranks for

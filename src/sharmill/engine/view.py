@@ -136,7 +136,7 @@ class StageView:
 
     @property
     def seconds_left(self) -> float | None:
-        """The predicted remaining time in seconds; None without a rate, if a rank may hang, or if it is absurd."""
+        """The predicted remaining time in seconds; None if the stage is not under way or cannot be predicted."""
         if not self.rate or self.state != "under way" or self.late:
             return None
         seconds = (self.cost - self.cost_done) / self.rate

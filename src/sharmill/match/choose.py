@@ -1,4 +1,4 @@
-"""Contexts for the utterances of a speaker group, either chosen or given in the manifest, with reasons for rejects."""
+"""Chooses contexts for the utterances of a speaker group, or checks the given ones, and explains each rejection."""
 
 import math
 import sys
@@ -20,11 +20,11 @@ from sharmill.match.select import number_words, select_context
 from sharmill.models import ModelFamily, find_speaker_encoder
 from sharmill.stages.speaker_key import SpeakerKey
 
-# Up to this size, the similarities of a group are computed faster on the CPU than GPU kernels are launched.
+# For groups of up to this size, computing the similarities on the CPU is faster than launching GPU kernels.
 _MAX_CPU_ROWS = 500
 # A cosine similarity that a script computed in float32 may slightly exceed 1.
 _TOLERANCE = 1e-3
-# Accepts any finite time.
+# A limit in seconds that accepts any finite time.
 _MAX_SECONDS = sys.float_info.max
 
 
@@ -33,7 +33,7 @@ class ContextChooser:
     """Rules for choosing and checking the contexts of utterances.
 
     Args:
-        match: configuration with the limits.
+        match: configuration of the stage ``match``, which sets the limits of a context.
         roots: audio roots of the sources.
         speaker_key: derives the key of an utterance's group.
     """
@@ -43,7 +43,7 @@ class ContextChooser:
     speaker_key: SpeakerKey
 
     def group_key(self, utterance: Utterance) -> str:
-        """Return the key of an utterance's group."""
+        """Return the key of the speaker group of an utterance."""
         return self.speaker_key(utterance.segment.audio_filepath, tagged_speaker(utterance.speaker))
 
     @cached_property
@@ -51,7 +51,10 @@ class ContextChooser:
         return min_similarity(self.match)
 
     def may_match(self, group: list[Utterance]) -> bool:
-        """Return False if the size or durations of a group rule out any context, so it need not be embedded."""
+        """Return True if the size and the durations of a group allow at least one context.
+
+        Otherwise the group need not be embedded.
+        """
         return len(group) > 1 and any(self.long_enough(utterance.segment.duration) for utterance in group)
 
     def long_enough(self, duration: float) -> bool:
@@ -60,7 +63,7 @@ class ContextChooser:
         return duration >= self.match.min_duration and (longest is None or duration <= longest)
 
     def choose(self, group: list[Utterance], segments: list[EmbeddedSegment]) -> list[Utterance | RejectRecord]:
-        """Return each utterance of a group with its context, or the reason why it has none.
+        """Return each utterance of a group with its context, or a reject with the reason why it has none.
 
         Args:
             segments: embedded segments of the utterances, in the same order.
@@ -83,12 +86,12 @@ class ContextChooser:
         problem: dict[str, Any] = {
             "embeddings": _stack([segment.embedding for segment in segments]),
             "durations": np.array([utterance.segment.duration for utterance in group]),
-            # The same file has the same number, even if it is named through different links or roots.
+            # A file always has the same number, even if it is named through different links or roots.
             "recordings": _number_values([self._recording(utterance) for utterance in group]),
             "offsets": np.array([utterance.segment.offset for utterance in group]),
         }
         if match.exclude_same_text:
-            # Texts are compared without case and spacing; -1 stands for no text.
+            # Texts are compared regardless of case and spacing; -1 stands for no text.
             problem["texts"] = _number_values((" ".join(said.text.lower().split()) for said in group), {"": -1})
         if match.max_text_overlap is not None:
             problem["words"] = np.fromiter(number_words(said.text for said in group), dtype=object)
@@ -127,7 +130,9 @@ class ContextChooser:
         return next((root.name_of(name) for root in sources if root.has(name)), name)
 
     def _draw_pool(self, group: list[Utterance], seed: int) -> np.ndarray:
-        """Return a mask (N,) of a random pool of ``max_speaker_items`` utterances that may be contexts."""
+        """Return a mask (N,) of a random pool of at most ``max_speaker_items`` utterances whose durations permit a
+        context.
+        """
         long_enough = np.flatnonzero([self.long_enough(utterance.segment.duration) for utterance in group])
         size = min(len(long_enough), self.match.max_speaker_items or len(group))
         pool = np.zeros(len(group), dtype=bool)
@@ -139,11 +144,17 @@ class ContextChooser:
     ) -> dict[int, tuple[int, float]]:
         """Find copies that would be chosen as contexts for ``rows`` if copies were not excluded.
 
+        Args:
+            problem, options: arguments of ``select_context``, by name.
+            contents: (N,) ids of the samples; copies have the same id.
+            rows: indices of the utterances without a context.
+
         Returns:
-            The index and similarity of the copy, by row; rows without a copy are missing.
+            The index and similarity of the copy for each row that has one, keyed by row.
         """
         if self.match.max_similarity is None:
-            # If max_similarity is not set, copies have the same samples as a row, so few utterances are searched.
+            # Without max_similarity, only utterances with the same samples count as copies, so few utterances are
+            # searched.
             repeated = np.bincount(contents) > 1
             rows = rows[repeated[contents[rows]]]
             chosen = np.flatnonzero(np.isin(contents, contents[rows]))
@@ -160,7 +171,7 @@ class ContextChooser:
         }
 
     def _no_context(self, best_similarity: float, copy: tuple[Utterance, float] | None) -> RejectRecord:
-        """Return the reason why an utterance has no context.
+        """Return a reject with the reason why an utterance has no context.
 
         Args:
             best_similarity: similarity of the best candidate; -inf if there is no candidate.
@@ -187,13 +198,14 @@ class ContextChooser:
         return f"at least {match.min_duration:g} s (match.min_duration){longest} and satisfies the other limits"
 
     def read_given(self, utterances: Sequence[Utterance]) -> dict[int, Context | RejectRecord]:
-        """Return the contexts given in the records, or the reasons why they cannot be used, by record number.
+        """Return the contexts given in the records, or rejects that say why they cannot be used, keyed by record
+        number.
 
-        Missing keys of a context are filled in. A missing similarity is NaN and must still be computed.
+        Missing keys of a context are filled in, except the similarity, which becomes NaN and is computed by ``keep``.
 
         Args:
-            utterances: utterances of a unit. If a context is one of them, its texts, ids and location are used. Any
-                other context must be a file below the audio root of its record.
+            utterances: utterances of a unit. If a given context is one of them, its missing texts and its location are
+                taken from that utterance. Any other context must be a file below the audio root of its record.
         """
         known = {_segment_key(one.segment): one for one in utterances}
         found: dict[int, Context | RejectRecord] = {}
@@ -241,7 +253,12 @@ class ContextChooser:
     def keep(
         self, utterance: Utterance, given: Context | RejectRecord, found: dict[Segment, EmbeddedSegment | RejectRecord]
     ) -> Utterance | RejectRecord:
-        """Return an utterance with the context given in its record, or the reason why that cannot be used."""
+        """Return an utterance with the context given in its record, or a reject that says why the context cannot be
+        used.
+
+        Args:
+            found: embedded segments or rejects, by segment.
+        """
         if isinstance(given, RejectRecord):
             return given
         own, voice, segment = found[utterance.segment], found[given.segment], given.segment
@@ -279,7 +296,7 @@ def min_similarity(match: MatchConfig) -> float:
     """Return the minimum similarity of a context, from the configuration or the speaker encoder's default.
 
     Raises:
-        ConfigError: neither has a value.
+        ConfigError: neither the configuration nor the encoder has a value.
     """
     own = match.min_similarity if match.min_similarity is not None else encoder_family(match).min_similarity
     if own is None:
@@ -292,13 +309,17 @@ def min_similarity(match: MatchConfig) -> float:
 
 
 def _number_values(values: Iterable[Hashable], numbers: dict[Any, int] | None = None) -> np.ndarray:
-    """Number the values from 0, with equal numbers for equal values; ``numbers`` has the numbers known so far."""
+    """Return a number for each value, int64 (N,), the same for equal values.
+
+    Args:
+        numbers: numbers assigned in advance, by value; new values are numbered from its length.
+    """
     numbers = {} if numbers is None else numbers
     return np.array([numbers.setdefault(value, len(numbers)) for value in values], dtype=np.int64)
 
 
 def _stack(rows: list[Any]) -> Any:
-    """Stack embeddings to an array, or to a tensor on their device if the group is large enough for the GPU."""
+    """Stack embeddings into an array (N, D), or for a large group on a GPU, into a tensor on that GPU."""
     if isinstance(rows[0], np.ndarray):
         return np.stack(rows)
     import torch
@@ -308,18 +329,18 @@ def _stack(rows: list[Any]) -> Any:
 
 
 def _with_context(utterance: Utterance, context: Context) -> Utterance:
-    """Return the utterance with its context, without the context keys that its record had."""
+    """Return the utterance with this context, and without the context keys of its record."""
     custom = {key: value for key, value in utterance.custom.items() if key not in CONTEXT_KEYS}
     return replace(utterance, custom=custom, context=context)
 
 
 def _bad_context(reject: RejectRecord) -> RejectRecord:
-    """Return the reject of a record whose given context is unusable for this reason."""
+    """Return a reject for a record whose given context is unusable for the reason of ``reject``."""
     return RejectRecord("bad_context", f"the context given in the record: {reject.reason}: {reject.detail}")
 
 
 def _segment_key(segment: Segment) -> Hashable:
-    # Manifests contain rounded times, so times are compared to the millisecond.
+    # Times in manifests are rounded, so times are compared to the millisecond.
     return segment.root, segment.audio_filepath, round(segment.offset, 3), round(segment.duration, 3)
 
 

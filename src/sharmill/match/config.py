@@ -46,7 +46,7 @@ class MatchConfig(StageSection):
     (librosa's ``soxr_hq``); ``kaiser`` is torchaudio with a Kaiser window and 64 zero crossings; ``sinc`` is
     torchaudio's default, which is less accurate near the highest frequencies. Audio that is stored or encoded is always
     resampled like in Lhotse."""
-    # With 2, a group of odd size would leave an utterance without candidates.
+    # A limit of 2 would leave one utterance of an odd-sized group without candidates.
     max_group: Annotated[int, msgspec.Meta(ge=3)] | None = None
     """Maximum number of utterances per speaker group. Larger groups are split into parts, so that a corpus with few
     speakers can use all ranks; contexts then come from the same part. ``null`` splits no group."""

@@ -1,4 +1,4 @@
-"""Computation of the speaker embeddings of a unit's segments, and a sample of the embeddings for the report."""
+"""Computes the speaker embeddings of a unit's segments, and samples some of them for the report."""
 
 import base64
 from collections.abc import Callable, Iterable, Sequence
@@ -21,7 +21,7 @@ from sharmill.models.batches import pad, padded_batches
 from sharmill.models.device import DeviceClock
 from sharmill.models.memory import MemoryGuard
 
-# Numbers of embeddings in the sample: for the whole dataset, and at most for one group.
+# Number of embeddings in the sample for the whole dataset, and maximum per speaker group.
 _WANTED_VOICES: Final = 1500
 _VOICES_PER_GROUP: Final = 12
 
@@ -63,7 +63,7 @@ class PendingSegments:
 
 @dataclass(frozen=True)
 class _ResampledSegment:
-    """Conversion of a segment to samples at the rate of an encoder, with their dtype, content hash and notes."""
+    """Converts a segment to samples at an encoder's rate, and returns them with their dtype, content hash and notes."""
 
     sampling_rate: int
     resampling: Resampling
@@ -79,12 +79,12 @@ class _ResampledSegment:
 
 @dataclass
 class Embedder:
-    """A speaker encoder with feeders that decode and resample ahead of its batches.
+    """A speaker encoder, with feeders that decode and resample the audio of its next batches.
 
     Attributes:
         batch_seconds: seconds of audio per batch, including padding.
-        pinned: the encoder is on a GPU and gets its batches from pinned memory, so that the next batch is assembled
-            while it computes.
+        pinned: the encoder is on a GPU and receives its batches in pinned memory, so that the next batch can be
+            assembled while the encoder computes.
     """
 
     encoder: SpeakerEncoder
@@ -108,13 +108,14 @@ class Embedder:
     def __call__(
         self, segments: Sequence[Segment], advance: Callable[[float], None] = lambda seconds: None
     ) -> list[EmbeddedSegment | RejectRecord]:
-        """Return the embedding of every segment, or the reason why it has none; see ``finish``."""
+        """Return the embedding of every segment, or a reject with the reason why it has none; see ``finish``."""
         return self.finish(self.begin(segments), advance)
 
     def begin(self, segments: Sequence[Segment]) -> PendingSegments:
         """Start decoding segments in the feeders.
 
-        A few batches of audio are held in memory. If a recording has several segments, all of them are kept in a spool.
+        The feeders hold a few batches of audio in memory. The segments of a recording with several segments are kept
+        together, in a temporary file if they need much memory.
         """
         batches = padded_batches([segment.duration for segment in segments], self.batch_seconds)
         once = SegmentsOnce[np.ndarray, Any](
@@ -158,7 +159,9 @@ class Embedder:
         return [outcomes[index] for index in range(len(begun.items))]
 
     def _embed(self, usable: dict[int, _Loaded]) -> dict[int, EmbeddedSegment]:
-        """Return the embeddings of a batch; raise RejectRecord if a single segment is too long for the memory."""
+        """Return the embeddings of a batch by segment index; raise RejectRecord if a single long segment exceeds the
+        memory.
+        """
         if not usable:
             return {}
         audio, num_samples = pad([samples for samples, _, _ in usable.values()], pinned=self.pinned)
@@ -179,10 +182,11 @@ def sample_voices(
 ) -> list[tuple[str, str]]:
     """Draw a sample of embeddings for the report, as pairs of a group's name and a packed embedding.
 
-    Each unit stores its share in its commit record. The total is thus about the same for datasets of any size.
+    Each unit stores its share of the sample in its commit record, so the whole sample has about the same size for
+    datasets of any size.
 
     Args:
-        groups: names of groups, with the ids and embeddings (D,) of their utterances.
+        groups: name of each speaker group, with the id and embedding (D,) of each of its utterances.
         unit_id: id of the unit, which seeds the sample.
         size: number of utterances of the unit.
         total: number of utterances of the dataset.
@@ -191,7 +195,8 @@ def sample_voices(
     found: list[tuple[str, str]] = []
     for name, members in sorted(groups, key=lambda group: _draw(unit_id, group[0])):
         chosen = sorted(members, key=lambda member: _draw(unit_id, member[0]))[:_VOICES_PER_GROUP]
-        # A fraction of a group would not show how similar its voices are, so it is included as a whole or not at all.
+        # A few voices of a group would not show how similar they all are, so the members drawn from a group are
+        # included together or not at all.
         if wanted < len(chosen) and _draw(f"share of {unit_id}", name) / 2**64 >= wanted / len(chosen):
             break
         found += [(name, pack_voice(embedding)) for _, embedding in chosen]
@@ -206,13 +211,13 @@ def _draw(unit_id: str, name: str) -> int:
 
 
 def pack_voice(embedding: Any) -> str:
-    """Encode an embedding (D,), an array or a tensor, as text, quantized to 1/127 of its largest value."""
+    """Encode an embedding (D,), an array or a tensor, as base64 text, with values quantized to 1/127 of the largest."""
     values = np.asarray(embedding.cpu() if hasattr(embedding, "cpu") else embedding, np.float32)
     steps = np.rint(values * (127 / max(float(np.abs(values).max(initial=0.0)), 1e-9)))
     return base64.b64encode(steps.astype(np.int8).tobytes()).decode()
 
 
 def unpack_voice(text: str) -> np.ndarray:
-    """Decode an embedding (D,) of ``pack_voice``, scaled to unit length."""
+    """Decode an embedding (D,) from ``pack_voice``, scaled to unit length."""
     steps = np.frombuffer(base64.b64decode(text), np.int8).astype(np.float32)
     return steps / max(float(np.linalg.norm(steps)), 1e-9)

@@ -1,7 +1,7 @@
-"""Division of the speaker groups of a whole manifest into units.
+"""Divides the speaker groups of a whole manifest into units.
 
-In an append, groups may include additional candidates for contexts: cuts of the dataset that is appended to, with the
-audio that is stored there.
+In an append, groups may include additional candidates for contexts: cuts of the dataset that is appended to, with their
+stored audio.
 """
 
 import dataclasses
@@ -24,13 +24,13 @@ from sharmill.stages.speaker_key import SpeakerKey, key_of
 def divide(
     seconds: np.ndarray, groups: np.ndarray, *, unit_seconds: float, max_group: int | None
 ) -> Iterator[tuple[int, int]]:
-    """Divide lines into spans of whole groups of about ``unit_seconds``, or parts of groups larger than ``max_group``.
+    """Divide lines into spans of about ``unit_seconds``; only groups of more than ``max_group`` lines are split.
 
-    Contexts are chosen within a span, so smaller groups are never divided.
+    Contexts are chosen within a span, so smaller groups are never split.
 
     Args:
         seconds: (N,) durations of lines sorted by group.
-        groups: (N,) groups of the lines.
+        groups: (N,) group of each line.
 
     Yields:
         The first line of each span, and the line after its last one.
@@ -38,7 +38,7 @@ def divide(
     begin = position = 0
     until = np.append(0.0, np.cumsum(seconds, dtype=np.float64))
     ends = np.append(np.flatnonzero(groups[1:] != groups[:-1]) + 1, len(groups)) if len(groups) else groups
-    # A list of Python integers would take ten times the memory of the array.
+    # A list of Python integers would need ten times the memory of the array.
     for end in map(int, ends):
         too_large = max_group is not None and end - position > max_group
         if begin < position and (too_large or until[end] - until[begin] > unit_seconds):
@@ -56,13 +56,14 @@ def divide(
 
 
 def write_candidates(path: Path, dataset: Path, root: int, speaker_key: SpeakerKey) -> np.ndarray:
-    """Write the cuts of a dataset as lines of a manifest, and return their columns (N,) of ``stages.lines.LINE``.
+    """Write the cuts of a dataset as lines of a manifest, and return their columns, (N,) with the dtype
+    ``stages.lines.LINE``.
 
-    The lines have the original paths and times, but refer to the stored audio in the tars of target audio.
+    The lines have the original paths and times, but refer to the audio stored in the tars of the dataset.
 
     Args:
         path: path of the manifest.
-        dataset: a finished dataset of sharmill.
+        dataset: a finished sharmill dataset.
         root: number of the dataset's folder among the audio roots.
 
     Raises:

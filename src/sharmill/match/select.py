@@ -1,13 +1,13 @@
-"""Selection of the context of every utterance of a speaker group, from arrays to indices.
+"""Selects the context of every utterance of a speaker group, given arrays of embeddings, durations and ids.
 
 This module does not depend on audio, manifests or encoders. The rule is that of NeMo's
 ``extend_nemo_manifest_with_context_audio.py`` (normalize, sort every row of the similarity matrix, take the first
-candidate that passes), with more limits. It is computed as a masked argmax over blocks of rows of the matrix product,
-so the N x N matrix is never stored.
+candidate that passes), with additional limits. It is computed as a masked argmax over blocks of rows of the matrix
+product, so the N x N matrix is never stored.
 
 Similarities are computed in float64 and rounded to multiples of 2**-24, the spacing of float32 just below 1. Without
-rounding, numerical noise (about 1e-16) would decide between equal candidates, and it depends on the position of a row
-in its block, the library and the device. Rounding to float32 itself would keep this noise for similarities near 0.
+rounding, numerical noise (about 1e-16) would decide between equal candidates. This noise depends on the position of a
+row in its block, the library and the device. Rounding to float32 itself would keep this noise for similarities near 0.
 """
 
 import math
@@ -28,7 +28,7 @@ _Embeddings = TypeVar("_Embeddings", "NDArray[Any]", "torch.Tensor")
 _IndexArray = NDArray[np.int64]
 
 _STEPS: Final = 2.0**24  # steps per unit of similarity: every multiple of 2**-24 in [-1, 1] is exact in float32
-_BLOCK_ELEMENTS: Final = 2**21  # 16 MiB of float64 fit in the cache and are large enough for a fast product
+_BLOCK_ELEMENTS: Final = 2**21  # 16 MiB of float64, which fit in the cache and are large enough for a fast product
 _GPU_BLOCK_ELEMENTS: Final = 2**27  # 1 GiB, so that few kernels are launched and each is long enough
 _MIN_BLOCK_ROWS: Final = 64  # smaller blocks would read the candidates from memory too often
 _MICROSECONDS: Final = 1e6
@@ -55,22 +55,23 @@ def select_context(
     seed: int = 0,
     block_size: int | None = None,
 ) -> tuple[_Embeddings, _Embeddings]:
-    """Select for every utterance the most similar other utterance that satisfies the limits as its context.
+    """Select the most similar other utterance within the limits as the context of each utterance.
 
     A candidate must not be the utterance itself, overlap it in the same recording, or last less than ``min_duration``
     or more than ``max_duration`` seconds. The other limits apply if their arguments are given. The first of equally
     similar candidates is selected.
 
     Args:
-        embeddings: (N, D), a numpy array, or a torch tensor on any device, which then computes the product. Rows need
-            not have unit length; a row of zeros has similarity 0 to all others.
+        embeddings: (N, D), a numpy array or a torch tensor; products are computed on the tensor's device. Rows need not
+            have unit length; a row of zeros has similarity 0 to all others.
         durations: (N,) seconds.
         min_similarity: minimum cosine similarity, inclusive.
         recordings: (N,) integer ids; without them, no two utterances share a recording.
         offsets: (N,) seconds from the start of the recording, 0 by default. Segments that touch do not overlap. Times
             are rounded to microseconds, so that 0.1 + 0.2 touches 0.3.
-        texts: (N,) integer ids; utterances with the same id are excluded, except for -1, which means no text.
-        contents: (N,) integer ids of the samples; utterances with the same id are excluded as copies.
+        texts: (N,) integer ids; candidates with the same id as the utterance are excluded, except for -1, which means
+            no text.
+        contents: (N,) integer ids of the samples; candidates with the same id as the utterance are excluded as copies.
         candidates: (N,) booleans, False for utterances that must not be contexts; all True by default.
         words: words of each utterance from ``number_words``; needed for ``max_text_overlap``.
         max_text_overlap: maximum fraction of the distinct words of the shorter text that the other text also has.
@@ -122,7 +123,7 @@ def select_context(
 
     least = max(np.rint(min_similarity * _STEPS), -_STEPS)  # -inf marks missing candidates, which must not pass
     num_enough = (steps >= least).sum(axis=1)
-    # Drawn for all utterances at once, so that the draws do not depend on the blocks.
+    # The draws are made for all utterances at once, so that they do not depend on the blocks.
     draws = np.random.default_rng(seed).random(num_rows) if choice == "sample" else np.zeros(num_rows)
     pick = (draws * num_enough).astype(np.int64)
     rows = np.arange(num_rows)
@@ -166,7 +167,9 @@ def _to_numpy(values: Any, dtype: Any = None) -> NDArray[Any]:
 
 
 def _times(name: str, values: ArrayLike, num_rows: int, least: float) -> NDArray[np.float64]:
-    """Return ``values`` as float64 seconds (num_rows,); raise ValueError if any is not finite or below ``least``."""
+    """Return ``values`` as float64 seconds (num_rows,); raise ValueError if a value is not finite or is below
+    ``least``.
+    """
     seconds = _to_numpy(values, np.float64)
     require(seconds.shape == (num_rows,), f"{name} must have shape ({num_rows},), got {seconds.shape}")
     require(bool(np.isfinite(seconds).all() and (seconds >= least).all()), f"{name} must be finite, at least {least} s")
@@ -182,7 +185,7 @@ def _ids(name: str, values: ArrayLike, num_rows: int) -> _IndexArray:
 
 
 def _unit_rows(embeddings: Any) -> Any:
-    """Return the rows scaled to unit length, float64 (N, D) on the same device; rows of zeros stay zeros."""
+    """Return the rows scaled to unit length, float64 (N, D), on the same device; rows of zeros stay zeros."""
     if _is_tensor(embeddings):
         # Apple's GPUs have no float64.
         rows = (embeddings.cpu() if embeddings.device.type == "mps" else embeddings).detach().double().clone()
@@ -211,10 +214,10 @@ def _divide_rows(rows: Any, lengths: Any) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class _Ranges:
-    """Candidates that are excluded for each utterance, stored as a range of a sorted list.
+    """The excluded candidates of each utterance, stored as a range of a sorted list.
 
     Attributes:
-        order: (M,) positions of the candidates in the list of all candidates, sorted.
+        order: (M,) indices into the list of candidates, in sorted order.
         first, stop: (N,) the range ``order[first:stop]`` of each utterance; empty if ``stop <= first``.
         starts, ends: (N,) starts of the utterances and (M,) ends of the candidates. If given, only candidates of the
             range that end after the start of the utterance are excluded.
@@ -227,7 +230,8 @@ class _Ranges:
     ends: _IndexArray | None = None
 
     def pairs(self, block: slice) -> tuple[_IndexArray, _IndexArray]:
-        """Return the excluded pairs of a block, as rows in the block and positions among the candidates."""
+        """Return the excluded pairs of a block: arrays of rows in the block and of indices into the list of candidates.
+        """
         first = self.first[block]
         counts = np.maximum(self.stop[block] - first, 0)
         row = np.repeat(np.arange(len(counts)), counts)
@@ -247,7 +251,9 @@ def _exclusions(
     texts: ArrayLike | None,
     contents: ArrayLike | None,
 ) -> list[_Ranges]:
-    """Collect the excluded candidates: the utterance itself, overlapping segments, the same text and copies."""
+    """Collect the excluded candidates: the utterance itself, overlapping segments, utterances with the same text,
+    copies.
+    """
     num_rows = len(seconds)
     exclusions = [_same_ids(np.arange(num_rows), columns)]
     require(
@@ -270,13 +276,13 @@ def _overlaps(
     """Find the candidates of the same recording that overlap each utterance in time."""
     num_rows = len(recordings)
     times = np.rint(np.concatenate([offsets, offsets + seconds]) * _MICROSECONDS)
-    # Each integer combines recording and rank of a time: sorting by it sorts by recording, then by time.
+    # Each integer encodes a recording and the rank of a time, so sorting by it sorts by recording and then by time.
     rank = np.unique(times, return_inverse=True)[1].reshape(-1).astype(np.int64)
     recording = np.unique(recordings, return_inverse=True)[1].reshape(-1).astype(np.int64) * (2 * num_rows)
     starts, ends = recording + rank[:num_rows], recording + rank[num_rows:]
     order = np.argsort(starts[columns], kind="stable")
-    # Sorted by start, all candidates from `stop` begin too late and all before `first` end too early. Some of those
-    # in between overlap.
+    # In the order of their starts, candidates from `stop` on begin too late to overlap, and those before `first` end
+    # too early. Some candidates in between overlap.
     latest_end = np.maximum.accumulate(ends[columns][order])
     first = np.searchsorted(latest_end, starts, side="right")
     stop = np.searchsorted(starts[columns][order], ends, side="left")
@@ -284,7 +290,7 @@ def _overlaps(
 
 
 def _same_ids(ids: _IndexArray, columns: _IndexArray, applies: NDArray[np.bool_] | bool = True) -> _Ranges:
-    """Find the candidates with the same id as each utterance; none for utterances where ``applies`` is False."""
+    """Find the candidates with the same id as each utterance; none for an utterance whose ``applies`` is False."""
     order = np.argsort(ids[columns], kind="stable")
     in_order = ids[columns][order]
     first = np.searchsorted(in_order, ids, side="left")
@@ -295,8 +301,8 @@ def _same_ids(ids: _IndexArray, columns: _IndexArray, applies: NDArray[np.bool_]
 class _SharedWords:
     """Candidates that are excluded because they share too many words with an utterance.
 
-    The overlap is the number of common distinct words divided by the number of distinct words of the text with fewer.
-    Without words, the overlap is 0.
+    The overlap is the number of distinct words that both texts have, divided by the number of distinct words of the
+    text with fewer. It is 0 if a text has no words.
 
     Args:
         words: distinct words of each of the N utterances, from ``number_words``.
@@ -317,7 +323,8 @@ class _SharedWords:
         self._limit = limit
 
     def pairs(self, block: slice) -> tuple[_IndexArray, _IndexArray]:
-        """Return the excluded pairs of a block, as rows in the block and positions among the candidates."""
+        """Return the excluded pairs of a block: arrays of rows in the block and of indices into the list of candidates.
+        """
         common = (self._rows[block] @ self._candidates).tocoo()
         row, candidate = common.coords
         fewer = np.minimum(self._sizes[block][row], self._candidate_sizes[candidate])
@@ -333,10 +340,11 @@ def _best_candidates(
     num_best: int,
     block_size: int | None,
 ) -> tuple[_IndexArray, NDArray[np.float64]]:
-    """Find the ``num_best`` most similar candidates of every utterance, best first, up to ``most`` steps of similarity.
+    """Find the ``num_best`` most similar candidates of every utterance, best first.
 
     Args:
-        units: (N, D) rows of unit length, an array, or a tensor on any device, which then computes the product.
+        units: (N, D) rows of unit length, an array or a tensor; products are computed on the tensor's device.
+        most: maximum similarity, in steps of 2**-24.
 
     Returns:
         best: (N, K) int64 indices of utterances, K being at most ``num_best``.
@@ -373,7 +381,7 @@ def _best_candidates(
 
 
 def _mover(units: Any) -> Callable[[NDArray[Any]], Any]:
-    """Return a function that moves numpy arrays to the torch device of the embeddings, if they are on one."""
+    """Return a function that moves numpy arrays to the device of the embeddings if these are a tensor."""
     if not _is_tensor(units):
         return lambda array: array
     from torch import from_numpy

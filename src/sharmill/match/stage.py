@@ -54,12 +54,12 @@ from sharmill.stages.speaker_key import make_speaker_key
 # is lost if a rank dies. With 50 units per rank (20,000 h on 1,024 ranks), all ranks finish within 2 % of each other.
 _UNITS_WANTED = 64
 _UNIT_SECONDS: Final = (60.0, 1200.0)
-# One folder has a claim file per unit. With this limit, the units of a million hours have ten hours each.
+# A folder contains one claim file per unit. With this limit, each unit of a million hours of audio has ten hours.
 _MAX_UNITS = 100_000
 CANDIDATES: Final = "candidates.jsonl"
 CANDIDATE_OFFSETS: Final = "candidates.npy"
-# Fastest of 8, 16, 32, 60 and 600 s, measured with a small TitaNet and resemblyzer. Batches of 8 s take a fifth longer,
-# 32 and 60 s gain almost nothing, and 600 s spend most of the time on page faults.
+# Chosen from 8, 16, 32, 60 and 600 s by measurements with a small TitaNet and resemblyzer. Batches of 8 s take a fifth
+# longer, 32 and 60 s gain almost nothing, and 600 s spend most of the time on page faults.
 _CPU_BATCH_SECONDS = 16.0
 
 
@@ -122,7 +122,7 @@ class MatchStage(Stage):
             seconds, firsts[order], unit_seconds=_unit_seconds(match, float(seconds.sum(dtype=np.float64))),
             max_group=match.max_group,
         )  # fmt: skip
-        # Lines with this number or a higher one are candidates from the dataset.
+        # Lines with this number or a higher one are candidates from the existing dataset.
         further = {"num_records": num_records} if match.contexts_from_dataset else {}
         number = 0
         for start, stop in spans:
@@ -155,7 +155,9 @@ class MatchStage(Stage):
 
 
 def facts_of(match: MatchConfig, devices: list[str]) -> dict[str, Any]:
-    """Return the facts about contexts for the index of a dataset: their limits, and the precision and devices."""
+    """Return the facts about contexts for the index of a dataset: their limits, and the encoder's precision and
+    devices.
+    """
     limits = {
         "min_similarity": min_similarity(match), "min_duration": match.min_duration, "max_duration": match.max_duration,
     }  # fmt: skip
@@ -190,7 +192,7 @@ _Begun = tuple[list[list[Utterance]], dict[int, Context | RejectRecord], Pending
 
 
 class MatchProcessor(AheadProcessor[_Begun]):
-    """A processor that chooses the contexts for the speaker groups of units in one rank.
+    """A processor that chooses contexts within the speaker groups of each unit, in one rank.
 
     Args:
         device_kind: kind of the encoder's device.
@@ -211,8 +213,8 @@ class MatchProcessor(AheadProcessor[_Begun]):
         """Start decoding the audio of a unit.
 
         Returns:
-            The speaker groups of the unit; the given contexts to be kept, by record number; and the segments that must
-            be embedded.
+            The speaker groups of the unit; the contexts given in records, or their rejects, by record number; and the
+            segments that must be embedded.
         """
         utterances = self._read(unit)
         groups = [list(group) for _, group in groupby(utterances, key=self._chooser.group_key)]
@@ -223,7 +225,7 @@ class MatchProcessor(AheadProcessor[_Begun]):
                 candidates += group
             else:
                 candidates += [one for one in group if isinstance(given.get(one.index), Context)]
-        # Batches span all groups. A given context that is also a record is embedded only once.
+        # Batches span all groups. A given context that is also the segment of a record is embedded only once.
         segments = {utterance.segment for utterance in candidates}
         brought = [one.segment for one in given.values() if isinstance(one, Context)]
         wanted = list(dict.fromkeys([*(one.segment for one in candidates), *(s for s in brought if s not in segments)]))
@@ -231,7 +233,7 @@ class MatchProcessor(AheadProcessor[_Begun]):
 
     def process(self, unit: Unit, staging: Staging, advance: Advance) -> Output:
         groups, given, wanted = self.take(unit)
-        # Utterances with higher numbers come from the dataset that is appended to, and can only be contexts.
+        # Utterances with higher numbers come from the dataset that is appended to, and can only serve as contexts.
         num_records = unit.params.get("num_records", sys.maxsize)
         found = dict(zip(wanted.items, self._embed.finish(wanted, advance, self.begin_next), strict=True))
         matched: list[Utterance] = []
@@ -266,7 +268,7 @@ class MatchProcessor(AheadProcessor[_Begun]):
         given: dict[int, Context | RejectRecord],
         found: dict[Segment, EmbeddedSegment | RejectRecord],
     ) -> Iterator[tuple[Utterance, Utterance | RejectRecord]]:
-        """Yield each utterance of a group, followed by its copy with a context or the reason why it has none."""
+        """Yield each utterance of a group, with either its copy that has a context or a reject."""
         left: list[Utterance] = []
         for utterance in group:
             own = found.get(utterance.segment)
@@ -305,7 +307,7 @@ class MatchProcessor(AheadProcessor[_Begun]):
 
 
 def _embeddings(group: list[Utterance], found: dict[Segment, EmbeddedSegment | RejectRecord]) -> list[tuple[str, Any]]:
-    """Return the ids and embeddings of the utterances of a group, without those that could not be embedded."""
+    """Return the ids and embeddings of the utterances of a group, except those that could not be embedded."""
     return [
         (utterance.cut_id, own.embedding)
         for utterance in group

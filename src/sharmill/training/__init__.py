@@ -1,6 +1,6 @@
-"""Reading datasets in training: the loader, batches of tensors, chains, bins and batch sizes, transforms.
+"""Tools for reading datasets in training: the loader, batches of tensors, chains, bins, batch sizes and transforms.
 
-Names are imported lazily, because batches need torch, the loader needs NeMo, and bins need neither.
+Names are imported lazily: batches need torch and the loader needs NeMo, but bins need neither.
 """
 
 import importlib

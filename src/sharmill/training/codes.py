@@ -1,4 +1,4 @@
-"""Access to the data of a cut of ``open_shar`` or plain lhotse: resampled audio, text, and codes with BOS and EOS.
+"""Loads the data of cuts from ``open_shar`` or plain lhotse: resampled audio, text, and codes with BOS and EOS.
 
 Batches use a random slice of each context, in whole frames of the codec. The slice depends only on the seed, the epoch
 and the cut.
@@ -21,9 +21,9 @@ from sharmill.shar.fields import CONTEXT_AUDIO, CONTEXT_CODES, TARGET_AUDIO, TAR
 from sharmill.shar.index import open_directory, read_dataset
 from sharmill.shar.reading.in_memory import SafeSource, TimeLastArray, check_claims
 
-# Types of recording sources whose data is in memory. Other types only name the file that the audio came from.
+# Types of recording sources that hold their audio in memory. Sources of other types only name the original file.
 _LOADED = ("memory", "shar")
-# Fraction of a frame that rounding errors in durations may add or remove.
+# Tolerance for rounding errors in durations, as a fraction of a frame.
 TOLERANCE = 1e-6
 
 
@@ -49,7 +49,7 @@ def without_padding(cut: Cut) -> tuple[MonoCut, float]:
     """Return a cut without the padding at its end, and its duration in seconds including the padding.
 
     Raises:
-        ValueError: the cut is padded at its beginning, or mixed.
+        ValueError: the cut is padded at its beginning, or it is a mix of several cuts.
     """
     if isinstance(cut, MonoCut):
         return cut, cut.duration
@@ -64,10 +64,12 @@ def without_padding(cut: Cut) -> tuple[MonoCut, float]:
 
 
 def load_array(cut: MonoCut, field: str) -> np.ndarray:
-    """Load the codes (codebooks, frames) of a cut: the part of the target that it covers, or the whole context.
+    """Load the codes (codebooks, frames) of a cut's target or context.
+
+    Only the part of the target that the cut covers is loaded; a context is always loaded as a whole.
 
     Raises:
-        ValueError: the target's audio was perturbed, but its codes cannot be.
+        ValueError: the target's audio was perturbed, so its codes no longer match.
     """
     array = (cut.custom or {})[field]
     done = _perturbations(cut) if field == TARGET_CODES else ""
@@ -77,17 +79,20 @@ def load_array(cut: MonoCut, field: str) -> np.ndarray:
     )  # fmt: skip
     if field != TARGET_CODES or not isinstance(array, TemporalArray):
         return array.load()
-    # lhotse's own class would slice an array in memory along its codebooks rather than its frames.
+    # lhotse's TemporalArray would slice an array in memory along its codebooks instead of its frames.
     on_time = array if isinstance(array, TimeLastArray) else TimeLastArray(**vars(array))
     return on_time.load(cut.start, cut.duration)
 
 
 def load_audio(cut: MonoCut, field: str, sampling_rate: int) -> np.ndarray:
-    """Load the audio (time,) of a cut, float32: the part of the target that it covers, or the whole context.
+    """Load the audio of a cut's target or context as float32 (time,), resampled to ``sampling_rate`` Hz.
+
+    Only the part of the target that the cut covers is loaded; a context is always loaded as a whole.
 
     Raises:
-        ValueError: the audio is missing, it has several channels, or the cut was perturbed without it.
-        AudioLoadingError: the audio cannot be decoded, or is longer than its bytes and its recording allow.
+        ValueError: the audio is missing or has several channels, or the cut was perturbed but this audio was not.
+        AudioLoadingError: the audio cannot be decoded, or its header claims more samples than its size or its recording
+            allow.
     """
     is_target = field == TARGET_AUDIO
     recording: Any = recording_of(cut) if is_target else (cut.custom or {}).get(field)
@@ -98,7 +103,7 @@ def load_audio(cut: MonoCut, field: str, sampling_rate: int) -> np.ndarray:
     )
     part = {"offset": cut.start, "duration": cut.duration} if is_target else {}
     for source in recording.sources:
-        # Sources of ``open_shar`` check the length of their audio themselves; sources of plain lhotse do not.
+        # Sources of ``open_shar`` check the length of their audio themselves, but sources of plain lhotse do not.
         if isinstance(source.source, bytes) and not isinstance(source, SafeSource):
             check_claims(source.source, None if recording.transforms else recording.duration, part.get("duration"))
     samples = recording.resample(sampling_rate).load_audio(**part)
@@ -106,37 +111,48 @@ def load_audio(cut: MonoCut, field: str, sampling_rate: int) -> np.ndarray:
 
 
 def mono(samples: np.ndarray, what: str) -> np.ndarray:
-    """Return the only channel of samples (channels, time) as float32 (time,); raise ValueError if there are several."""
+    """Return the single channel of samples (channels, time) as float32 (time,); raise ValueError if there are several.
+    """
     refuse_example((len(samples) != 1, f"{what} has {len(samples)} channels: mono is required"))
     return samples[0].astype(np.float32, copy=False)
 
 
 def epoch_of(cut: MonoCut) -> int:
-    """Return the epoch of the cut's reader, from ``shar_position`` or from lhotse's ``shar_epoch``; 0 if unknown."""
+    """Return the epoch that the cut's reader recorded in ``shar_position`` or lhotse's ``shar_epoch``; 0 if unknown."""
     custom = cut.custom or {}
     position = custom.get("shar_position")
     return position[0] if position is not None else custom.get("shar_epoch", 0)
 
 
 def text_of(cut: MonoCut, field: str) -> str | None:
-    """Return the supervision's text, or the value of ``field`` in its ``custom``."""
+    """Return the text of a cut's supervision; None if missing.
+
+    Args:
+        field: ``text`` for the supervision's own text; any other name is a key of the supervision's ``custom``.
+    """
     supervision = cut.supervisions[0]
     return supervision.text if field == "text" else (supervision.custom or {}).get(field)
 
 
 def recording_of(cut: MonoCut) -> Recording | None:
-    """Return the recording with the target's audio: the cut's own recording if it is in memory, or the field."""
+    """Return the recording that contains the target's audio; None if there is none.
+
+    This is the cut's own recording if it holds the target's audio in memory, and otherwise the custom field.
+    """
     field = (cut.custom or {}).get(TARGET_AUDIO)
     own = cut.recording
     if own is None or not all(source.type in _LOADED for source in own.sources):
         return field
-    # ``open_shar`` attaches the field as the recording too. lhotse perturbs only the recording, so it is preferred.
+    # ``open_shar`` provides the same audio as the recording and as the field. The recording is preferred, because
+    # lhotse perturbs only the recording.
     same = field is None or all(a.source is b.source for a, b in zip(own.sources, field.sources, strict=False))
     return own if same else field
 
 
 def _perturbations(cut: MonoCut) -> str:
-    """Return the names of lhotse's transforms of the cut's recording, such as ``Speed``, except resampling."""
+    """Return the names of lhotse's transforms of the cut's recording, such as ``Speed``, joined by commas; omit
+    resampling.
+    """
     transforms = (cut.recording.transforms if cut.recording is not None else None) or []
     names = [one["name"] if isinstance(one, dict) else type(one).__name__ for one in transforms]
     return ", ".join(name for name in names if name != "Resample")
@@ -144,7 +160,7 @@ def _perturbations(cut: MonoCut) -> str:
 
 @dataclass(frozen=True)
 class ContextSlice:
-    """A slice of ``length`` frames of a context, beginning at frame ``first`` and repeating the context if needed.
+    """A slice of ``length`` frames of a context, which begins at frame ``first`` and wraps around at the context's end.
 
     ``num_frames`` is the length of the whole context; ``frame_shift`` is in seconds.
     """
@@ -155,10 +171,10 @@ class ContextSlice:
     frame_shift: float
 
     def of_samples(self, samples: np.ndarray, sampling_rate: int) -> np.ndarray:
-        """Return the same seconds from the context's samples (time,) at ``sampling_rate``.
+        """Return the part of the context's samples (time,) that this slice covers, at ``sampling_rate`` Hz.
 
-        The samples are first padded or trimmed to ``num_frames`` whole frames. Repeated audio thus stays aligned with
-        the codes.
+        The samples are first padded or trimmed to ``num_frames`` whole frames, so that repeated audio stays aligned
+        with the codes.
         """
         per_frame = self.frame_shift * sampling_rate
         whole = round(self.num_frames * per_frame)
@@ -168,7 +184,7 @@ class ContextSlice:
 
 
 def _slice_wrapped(values: np.ndarray, first: int, length: int) -> np.ndarray:
-    """Return ``length`` values along the last axis from ``first``, wrapping around at the end."""
+    """Return ``length`` values along the last axis, starting at ``first`` and wrapping around at the end."""
     size = values.shape[-1]
     if first + length <= size:
         return values[..., first : first + length]
@@ -177,11 +193,11 @@ def _slice_wrapped(values: np.ndarray, first: int, length: int) -> np.ndarray:
 
 @dataclass(frozen=True, kw_only=True)
 class CodecForm:
-    """The form of a codec's codes, and the ids of BOS and EOS.
+    """The sampling rate and frame size of a codec, the size and number of its codebooks, and the ids of BOS and EOS.
 
     ``bos`` and ``eos`` default to ``codebook_size`` and ``codebook_size + 1``, the first ids after the codes;
-    ``context_bos`` and ``context_eos`` default to ``bos`` and ``eos``. With ``marks=False``, no ids are added.
-    ``num_codebooks`` is not needed for a ``ContextSpeechDataset``, which takes it from the codes.
+    ``context_bos`` and ``context_eos`` default to ``bos`` and ``eos``. With ``marks=False``, BOS and EOS are not added.
+    A ``ContextSpeechDataset`` does not need ``num_codebooks``, because it takes the number from the codes.
     """
 
     sampling_rate: int
@@ -205,7 +221,7 @@ class CodecForm:
 
     @property
     def target_marks(self) -> tuple[int, int]:
-        """The ids of BOS and EOS of targets."""
+        """Ids of BOS and EOS for targets."""
         return (
             self.codebook_size if self.bos is None else self.bos,
             self.codebook_size + 1 if self.eos is None else self.eos,
@@ -213,7 +229,7 @@ class CodecForm:
 
     @property
     def context_marks(self) -> tuple[int, int]:
-        """The ids of BOS and EOS of contexts."""
+        """Ids of BOS and EOS for contexts."""
         bos, eos = self.target_marks
         return (
             bos if self.context_bos is None else self.context_bos,
@@ -222,13 +238,16 @@ class CodecForm:
 
     @classmethod
     def of_dataset(cls, dataset: str | Location, codec: str | None = None, **ids: Any) -> "CodecForm":
-        """Return the form of a codec of a dataset directory or URL.
+        """Return the form of a codec with which a dataset was encoded.
 
         Args:
+            dataset: directory or URL of the dataset.
             codec: name of the codec; may be omitted if the dataset has only one.
+            ids: further fields of the form, such as ``bos``.
 
         Raises:
-            ConfigError: there is no finished dataset, it lacks the codec, or it has several and none is named.
+            ConfigError: the dataset is missing or unfinished, it lacks the codec, or the codec is omitted although the
+                dataset does not have exactly one.
         """
         records = {record.name: record for record in read_dataset(open_directory(dataset)).codecs}
         names = ", ".join(records) or "none"
@@ -250,10 +269,10 @@ class CodecForm:
 
 
 class ContextDraws:
-    """Random slices of contexts, determined by the seed, the epoch and the cut.
+    """Draws random slices of contexts that depend only on the seed, the epoch and the cut.
 
-    The shortest slice is ``min_duration`` rounded up to whole frames of the codec. The longest is ``max_duration``
-    rounded down, but at least the shortest.
+    The minimum length of a slice is ``min_duration`` in seconds, rounded up to whole frames of the codec. The maximum
+    length is ``max_duration``, rounded down, but at least the minimum length.
 
     Raises:
         ValueError: ``min_duration`` is not positive or exceeds ``max_duration``, or ``max_duration`` is infinite.
@@ -272,8 +291,9 @@ class ContextDraws:
     def draw(self, cut: MonoCut, num_frames: int, frame_shift: float) -> ContextSlice:
         """Draw a slice of a cut's context, which has ``num_frames`` frames of ``frame_shift`` seconds.
 
-        The length is drawn uniformly between the shortest slice and the longest that fits into the context, then the
-        first frame uniformly among all that fit. A context that is shorter than the shortest slice is repeated.
+        The length is drawn uniformly between the minimum length and the longest permitted length that fits into the
+        context. The first frame is then drawn uniformly from the positions at which the slice fits. A context shorter
+        than the minimum length is repeated.
         """
         refuse_example((num_frames == 0, f"the context of cut {cut.id!r} is empty"))
         shortest = max(1, math.ceil(self._min_duration / frame_shift - TOLERANCE))
@@ -283,13 +303,14 @@ class ContextDraws:
         return ContextSlice(draws.randint(0, max(0, num_frames - length)), length, num_frames, frame_shift)
 
     def draw_codes(self, cut: MonoCut, codec: CodecForm) -> tuple[ContextSlice, np.ndarray]:
-        """Draw a slice of a cut's context, and return it with its marked codes, int64 (codebooks, frames)."""
+        """Draw a slice of a cut's context, and return it with its codes between BOS and EOS, int64 (codebooks, frames).
+        """
         codes = load_array(cut, CONTEXT_CODES)
         part = self.draw(cut, codes.shape[-1], codec.frame_shift)
         return part, _check_and_mark(_slice_wrapped(codes, part.first, part.length), codec, codec.context_marks, cut)
 
     def draw_audio(self, cut: MonoCut, sampling_rate: int, samples_per_frame: int) -> tuple[ContextSlice, np.ndarray]:
-        """Draw a slice of a cut's context in whole frames, and return it with its samples (time,)."""
+        """Draw a slice of whole frames from a cut's context, and return it with its samples (time,)."""
         samples = load_audio(cut, CONTEXT_AUDIO, sampling_rate)
         num_frames = -(-len(samples) // samples_per_frame)
         part = self.draw(cut, num_frames, samples_per_frame / sampling_rate)
@@ -297,14 +318,15 @@ class ContextDraws:
 
 
 def load_target(cut: MonoCut, codec: CodecForm) -> np.ndarray:
-    """Load the codes of a cut's target between BOS and EOS, int64 (codebooks, frames).
+    """Load the codes of a cut's target, and return them between BOS and EOS as int64 (codebooks, frames).
 
     Raises:
         ValueError: the codes are from another codec, or the cut was perturbed.
     """
     array = (cut.custom or {}).get(TARGET_CODES)
     if isinstance(array, TemporalArray):
-        # Other tools derive the frame shift from each cut's duration, so it is off by less than a frame per cut.
+        # Other tools compute the frame shift from each cut's duration, so its error adds up to less than one frame per
+        # cut.
         frames = array.shape[array.temporal_dim]
         refuse_example(
             (abs(array.frame_shift - codec.frame_shift) * frames > 2 * codec.frame_shift,
@@ -315,7 +337,7 @@ def load_target(cut: MonoCut, codec: CodecForm) -> np.ndarray:
 
 
 def _check_and_mark(codes: np.ndarray, codec: CodecForm, marks: tuple[int, int], cut: MonoCut) -> np.ndarray:
-    """Check codes (codebooks, frames), and return them between BOS and EOS if the codec uses these."""
+    """Check codes (codebooks, frames), and return them as int64, between BOS and EOS if the codec uses these."""
     name, size = f"the codes of cut {cut.id!r}", codec.codebook_size
     refuse_example(
         (codes.ndim != 2 or codes.shape[1] == 0, f"{name} have the shape {codes.shape}, not (codebooks, frames)")

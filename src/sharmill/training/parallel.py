@@ -1,8 +1,8 @@
-"""Parallel work in threads and child processes, which also works inside workers of a DataLoader.
+"""Parallel processing in threads and child processes, which also works inside workers of a DataLoader.
 
 ``parallel_map`` applies a function to every item of a stream in order, with bounded prefetching. It is meant for work
-that is too slow for the consuming loop, such as decoding, resampling and features. Threads suffice for code that
-releases Python's GIL (libsndfile, torch, numpy); other code needs processes. This module does not import torch.
+that is too slow for the consuming loop, such as decoding, resampling and feature extraction. Threads suffice for code
+that releases Python's GIL (libsndfile, torch, numpy); other code needs processes. This module does not import torch.
 """
 
 import atexit
@@ -33,11 +33,11 @@ R = TypeVar("R")
 
 
 class ChildEnded(Exception):
-    """Error for a child process that ended before it sent a message; the text is that of ``describe_exit``."""
+    """Raised if a child process ended before it sent a message; the text of the error comes from ``describe_exit``."""
 
 
 class ChildProcess(SpawnProcess):
-    """A child process, started on construction, with a pipe to it.
+    """A child process that starts on construction and communicates with its parent through a pipe.
 
     The process is spawned. A fork would copy locks that threads of this process hold. multiprocessing's forkserver
     fails in forked processes, such as workers of a DataLoader, because these mistake their parent's server for their
@@ -47,8 +47,8 @@ class ChildProcess(SpawnProcess):
     Args:
         target: called in the child as ``target(connection, *args)``; must be picklable.
         args: must be picklable.
-        name: name of the process, for lists of processes.
-        daemon: end the child with this process.
+        name: name of the process, for debugging.
+        daemon: whether the child is terminated when this process exits.
 
     Raises:
         OSError: the process cannot be started.
@@ -64,9 +64,9 @@ class ChildProcess(SpawnProcess):
         # tracker is started first.
         resource_tracker.ensure_running()
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-        # multiprocessing forbids children of daemons, such as workers of a DataLoader, because children might outlive
-        # them. Our children end with their pipe, so the check is bypassed; nothing else reads the current process's
-        # public ``daemon`` property.
+        # multiprocessing forbids children of daemons, such as workers of a DataLoader, because the children might
+        # outlive them. The check is bypassed, since these children end when their pipe is closed. Nothing else reads
+        # the ``daemon`` property of the current process.
         this = multiprocessing.current_process()
         was_daemon, this.daemon = this.daemon, False
         try:
@@ -75,14 +75,14 @@ class ChildProcess(SpawnProcess):
         finally:
             this.daemon = was_daemon
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        # Set after the start, because attributes that exist at the start are pickled for the child.
+        # This attribute is set after the start, because attributes that exist at the start are pickled for the child.
         self.connection: Connection = ours
 
     def send(self, message: Any) -> None:
-        """Send a pickled object.
+        """Pickle an object, and send it to the child.
 
         Torch tensors are pickled too, whereas ``Connection.send`` would move them to shared memory. If the child has
-        ended, nothing is sent, and ``receive`` raises the error.
+        ended, nothing is sent, and the next ``receive`` raises the error.
 
         Raises:
             Exception: the message cannot be pickled; nothing was sent.
@@ -123,18 +123,18 @@ def parallel_map(
     the items is raised in the place of its result, after all earlier results, and ends the iteration. The workers end
     with the iteration, even if it is abandoned early.
 
-    **State.** The map has no state, and the reader's state is up to ``prefetch`` items ahead of the delivered results.
-    Wrap the pipeline in ``sharmill.shar.reading.loading.ResumableDataset``, or pass results to the reader's
-    ``mark_consumed``. Both rely on the ``shar_position`` of the cuts, which ``fn`` must preserve.
+    **State.** The map itself has no state to save, and the reader of the items is up to ``prefetch`` items ahead of the
+    delivered results. Wrap the pipeline in ``sharmill.shar.reading.loading.ResumableDataset``, or pass results to the
+    reader's ``mark_consumed``. Both rely on the ``shar_position`` of the cuts, which ``fn`` must preserve.
 
     Args:
         items: cuts, or any other items.
-        fn: a function without side effects on other items. For processes, the function, the items and the results must
-            be picklable; numpy arrays are transferred faster than tensors.
-        num_workers: number of threads or processes. Torch operations that use all cores gain nothing from more
-            workers. Before using threads, call ``torch.set_num_threads(1)``; processes do this themselves.
+        fn: function of one item, which must not affect other items. For processes, the function, the items and the
+            results must be picklable; numpy arrays are transferred faster than tensors.
+        num_workers: number of threads or processes. Torch operations that use all cores gain nothing from more workers.
+            Before using threads, call ``torch.set_num_threads(1)``; processes do this themselves.
         kind: ``process`` starts new processes for each iteration, which takes seconds if they import torch. Each worker
-            of a torch DataLoader starts its own.
+            of a torch DataLoader starts its own processes.
         prefetch: maximum number of items that are read but not yet delivered; by default 4 per worker.
 
     Raises:
@@ -154,7 +154,7 @@ def parallel_map(
 
 
 def at_least(least: int, name: str, value: int) -> int:
-    """Return ``value``; raise ConfigError unless it is an integer, Python's or NumPy's, of at least ``least``."""
+    """Return ``value``; raise ConfigError unless it is an integer (Python or NumPy) of at least ``least``."""
     if not isinstance(value, Integral) or isinstance(value, bool) or value < least:
         raise ConfigError(f"{name} is {value!r}: it must be an integer of at least {least}", code="bad_config_value")
     return value
@@ -162,7 +162,7 @@ def at_least(least: int, name: str, value: int) -> int:
 
 @dataclass(frozen=True)
 class _ParallelMap(Generic[T, R]):
-    """The results of ``parallel_map``."""
+    """Iterable over the results of ``parallel_map``."""
 
     items: Iterable[T]
     fn: Callable[[T], R]
@@ -171,7 +171,7 @@ class _ParallelMap(Generic[T, R]):
     prefetch: int
 
     def __len__(self) -> int:
-        """Return the number of items, if they have one."""
+        """Return the number of items; raise TypeError if ``items`` has no length."""
         return len(self.items)  # type: ignore[arg-type]
 
     def __iter__(self) -> Iterator[R]:
@@ -207,9 +207,9 @@ class _ParallelMap(Generic[T, R]):
 def _worker_processes(fn: Callable[[T], R], num_workers: int) -> Iterator[Callable[[T], R]]:
     """Yield a wrapper that calls ``fn`` in worker processes; up to ``num_workers`` threads may call it at once.
 
-    Items and results are pickled through one pipe per process. Thus no queue or intermediate thread can block, and no
-    tensor in shared memory disappears with the process that created it. The processes import the function's modules in
-    the background. They must be idle when the context exits, which waits for them to end.
+    Items and results are pickled and sent through one pipe per process. Thus no queue or intermediate thread can block,
+    and no tensor in shared memory disappears with the process that created it. The processes import the function's
+    modules in the background. All of them must be idle when the context exits; the exit waits for them to end.
 
     Raises:
         Exception: the function cannot be pickled.
@@ -240,7 +240,8 @@ def _worker_processes(fn: Callable[[T], R], num_workers: int) -> Iterator[Callab
     finally:
         for worker in workers:
             with suppress(OSError):  # the process may have ended already
-                # Closing the pipe would not end the worker if a process that was forked meanwhile also holds it open.
+                # Closing the pipe would not end the worker if a process forked in the meantime also holds the pipe
+                # open.
                 worker.connection.send_bytes(b"")
             worker.connection.close()
         for worker in workers:
@@ -248,10 +249,10 @@ def _worker_processes(fn: Callable[[T], R], num_workers: int) -> Iterator[Callab
 
 
 def _map_items(connection: Connection, function: bytes) -> None:
-    """Serve calls in a worker process until an empty message arrives."""
-    # OpenMP threads wait by spinning, so the threads of several workers would slow each other down.
+    """Process items in a worker process until an empty message arrives."""
+    # Waiting OpenMP threads use their cores, so the threads of several workers would slow each other down.
     os.environ["OMP_NUM_THREADS"] = "1"
-    # If the program's main module imports torch, torch has read the environment before this point.
+    # If torch is already imported, for example by the program's main module, it no longer reads the environment.
     if (torch := sys.modules.get("torch")) is not None:
         torch.set_num_threads(1)
     fn: Callable[[Any], Any] | None = None

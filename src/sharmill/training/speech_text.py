@@ -1,6 +1,6 @@
-"""Batches of padded tensors for TTS and speech language models, built from the cuts or examples of a sampler.
+"""Batches of padded tensors for TTS and speech language models, built from the cuts or other examples of a sampler.
 
-``ContextSpeechDataset`` takes only cuts. ``SpeechTextDataset`` takes any mixture of speech, text and conversations.
+``ContextSpeechDataset`` accepts only cuts. ``SpeechTextDataset`` accepts any mixture of speech, text and conversations.
 Their docstrings list the entries of a batch.
 """
 
@@ -162,7 +162,7 @@ class ContextSpeechDataset(torch.utils.data.Dataset[Batch]):
         """Return the batch of these cuts.
 
         Raises:
-            ValueError: a cut lacks a field that the batch needs, or cuts have it in different forms.
+            ValueError: a cut lacks a field that the batch needs, or the form of a field differs between cuts.
         """
         unpadded = [without_padding(cut) for cut in cuts]
         refuse_example((not unpadded, "the batch has no cuts"))
@@ -203,7 +203,7 @@ class ContextSpeechDataset(torch.utils.data.Dataset[Batch]):
         return np.array(ids, dtype=np.int64)
 
     def _targets(self, cuts: list[MonoCut], seconds: float) -> Batch:
-        """Return the targets in tensors that cover at least ``seconds``."""
+        """Return the targets as tensors that are at least ``seconds`` long, with the lengths of the targets."""
         if (codec := self._codec_of(cuts, TARGET_CODES, TARGET_AUDIO)) is not None:
             rows = _same_codebooks([load_target(cut, codec) for cut in cuts], cuts)
             at_least = codec.num_frames(seconds) + 2 * codec.marks
@@ -231,7 +231,9 @@ class ContextSpeechDataset(torch.utils.data.Dataset[Batch]):
         return batch
 
     def _audio_form(self, cuts: list[MonoCut]) -> tuple[int, int]:
-        """Return the sampling rate of a batch's audio and the number of samples per frame, 1 without a codec."""
+        """Return the sampling rate of a batch's audio in Hz, and the number of samples per frame, which is 1 without a
+        codec.
+        """
         if self.codec is not None:
             return self.codec.sampling_rate, self.codec.samples_per_frame
         if self.sampling_rate is not None:
@@ -244,7 +246,9 @@ class ContextSpeechDataset(torch.utils.data.Dataset[Batch]):
         return next(iter(rates)), 1
 
     def _codec_of(self, cuts: list[MonoCut], codes: str, audio: str) -> CodecForm | None:
-        """Return the codec if all cuts have the field ``codes``, or None if all have the field ``audio`` instead."""
+        """Return the codec if all cuts have the field ``codes``, or None if all cuts have ``audio`` instead; else raise
+        ValueError.
+        """
         with_codes = [cut for cut in cuts if self.codes and holds(cut, codes)]
         if len(with_codes) == len(cuts):
             return self.codec
@@ -281,7 +285,7 @@ def _same_codebooks(rows: list[np.ndarray], cuts: list[MonoCut]) -> list[np.ndar
 
 
 def _tags_of(examples: Sequence[Any], names: Sequence[str]) -> list[dict[str, Any]]:
-    """Return, for each example, the requested tags that it has."""
+    """Return for each example a dict of the requested tags that it has."""
     customs = [example.custom or {} for example in examples]
     return [{name: custom[name] for name in names if name in custom} for custom in customs]
 
@@ -289,9 +293,12 @@ def _tags_of(examples: Sequence[Any], names: Sequence[str]) -> list[dict[str, An
 def _padded(
     name: str, lengths: str, rows: Sequence[np.ndarray], value: int = 0, *, multiple: int = 1, at_least: int = 0
 ) -> Batch:
-    """Pad rows (..., length) to one tensor (B, ..., longest), and return it with their lengths (B,).
+    """Pad B rows of shape (..., length) into one tensor (B, ..., longest), and return it with the lengths (B,) of the
+    rows.
 
     Args:
+        name, lengths: keys of the two tensors in the result.
+        value: value of the padding.
         at_least: minimum of ``longest``.
         multiple: ``longest`` is rounded up to a multiple of this.
     """
@@ -454,7 +461,7 @@ class SpeechTextDataset(torch.utils.data.Dataset[Batch]):
         }
 
     def spans_of(self, example: Any) -> list[Positions]:
-        """Return the sequence of one example, span by span."""
+        """Return the spans that make up the sequence of one example, in order."""
         if isinstance(example, MonoCut):
             return [span for span in self._utterance(example) if len(span.predicted)]
         name = _id_of(example)
@@ -470,7 +477,7 @@ class SpeechTextDataset(torch.utils.data.Dataset[Batch]):
         return list(self._conversation(example))
 
     def _utterance(self, cut: MonoCut) -> Iterator[Positions]:
-        """Yield the text, context and target of a cut."""
+        """Yield the spans of a cut: its text, its context and its target."""
         require_one_supervision(cut)
         if getattr(cut, "input_ids", None) is not None:
             yield Positions(Kind.TEXT, *_prompted(cut))
@@ -493,7 +500,7 @@ class SpeechTextDataset(torch.utils.data.Dataset[Batch]):
         yield self._codes_span(load_target(cut, self.codec), cut, predicted=True)
 
     def _conversation(self, example: Any) -> Iterator[Positions]:
-        """Yield the tokens of a text or a conversation, with each locator replaced by the frames of its audio turn."""
+        """Yield the spans of a text or a conversation; the frames of each audio turn replace its locator tokens."""
         tokens, predicted = _prompted(example)
         turns = [turn for turn in getattr(example, "turns", ()) if hasattr(turn, "cut")]
         begin = 0
@@ -506,7 +513,7 @@ class SpeechTextDataset(torch.utils.data.Dataset[Batch]):
             yield Positions(Kind.TEXT, tokens[begin:], predicted[begin:])
 
     def _locators(self, tokens: np.ndarray, turns: list[Any], example: Any) -> list[tuple[int, int]]:
-        """Return the start and end of each audio turn's locator in the tokens."""
+        """Return the positions (start, end) of each audio turn's locator in the tokens."""
         places: list[tuple[int, int]] = []
         if turns:
             ids = tokenize(self.tokenizer, turns[0].audio_locator_tag, None, _id_of(example))
@@ -543,7 +550,7 @@ class SpeechTextDataset(torch.utils.data.Dataset[Batch]):
                 f"cut {cut.id!r} of a conversation has neither {TARGET_CODES} nor {TARGET_AUDIO}: add one to fields"
             )
         else:
-            # The cut is not from a dataset of sharmill, so its audio is loaded from its own file.
+            # The cut is not from a sharmill dataset, so its audio is loaded from its own file.
             samples = mono(cut.resample(rate).load_audio(), f"the audio of cut {cut.id!r}")
         size = self.codec.samples_per_frame
         frames = np.pad(samples, (0, -len(samples) % size)).reshape(-1, size)
@@ -556,13 +563,13 @@ class SpeechTextDataset(torch.utils.data.Dataset[Batch]):
             code="bad_codec",
         )  # fmt: skip
         mask = np.full(marked.shape[1], predicted)
-        # BOS is given to the model at inference, so it need not be predicted.
+        # The model is given BOS at inference, so BOS need not be predicted.
         mask[: int(self.codec.marks)] = False
         return Positions(Kind.CODES, marked, mask)
 
 
 def _id_of(example: Any) -> str:
-    """Return the id of an example; for text, which has no id, return one derived from its checksum."""
+    """Return the id of an example; texts have no id, so theirs is derived from a checksum."""
     if (found := getattr(example, "id", None)) is not None:
         return str(found)
     parts = [example.source, example.target] if hasattr(example, "source") else [example]
@@ -571,7 +578,7 @@ def _id_of(example: Any) -> str:
 
 
 def _prompted(example: Any) -> tuple[np.ndarray, np.ndarray]:
-    """Return the tokens of the loader's prompt format and a mask of the predicted ones.
+    """Return the token ids of an example from the loader's prompt format, and a mask of the predicted tokens.
 
     No token is predicted if the last turn is not the assistant's, as at inference.
     """

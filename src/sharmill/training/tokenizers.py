@@ -1,4 +1,4 @@
-"""Text tokenizers by name, for the command line and for worker processes."""
+"""Loads text tokenizers by name, for the command line and for worker processes."""
 
 import importlib
 import operator
@@ -34,12 +34,12 @@ def load_tokenizers(names: Sequence[str]) -> Tokenizers:
 
 
 def load_tokenizer(name: str) -> Tokenizer:
-    """Load a function from text to token ids that adds no ids for BOS or EOS.
+    """Load a function that converts text to token ids, without the ids of BOS and EOS.
 
     Args:
-        name: ``bytes`` (UTF-8), ``chars`` (Unicode code points), the path of a ``tokenizer.json`` (needs tokenizers) or
-            of a SentencePiece ``.model`` (needs sentencepiece), or ``module:callable``. The module may also be in the
-            current folder.
+        name: ``bytes`` (UTF-8), ``chars`` (Unicode code points), the path of a ``tokenizer.json`` (needs the package
+            tokenizers) or of a SentencePiece ``.model`` (needs sentencepiece), or ``module:callable``. The module may
+            also be in the current folder.
 
     Raises:
         ConfigError: the tokenizer does not exist or cannot be loaded.
@@ -74,7 +74,7 @@ def load_tokenizer(name: str) -> Tokenizer:
 
 
 class PromptTokenizer:
-    """An adapter from a function from text to ids to the tokenizer interface of NeMo's prompt formats."""
+    """Adapts a function that converts text to ids to the tokenizer interface of NeMo's prompt formats."""
 
     def __init__(self, tokenizer: Tokenizer, *, bos: int = 1, eos: int = 2) -> None:
         self.text_to_ids = tokenizer
@@ -85,10 +85,10 @@ class PromptTokenizer:
 
 
 def load_callable(name: str, what: str) -> Callable[..., Any]:
-    """Load the callable that ``module:attribute`` names.
+    """Load the callable that ``name`` specifies as ``module:attribute``.
 
     Args:
-        what: purpose of the callable, for error messages.
+        what: what the callable is for, in error messages.
 
     Raises:
         ConfigError: the module or attribute does not exist, or it is not callable.
@@ -112,11 +112,12 @@ def tokenize(
     cut_id: str,
     marks: tuple[int | None, int | None] = (None, None),
 ) -> list[int]:
-    """Return the token ids of a text, between its BOS and EOS ids.
+    """Return the token ids of a text, between the ids of BOS and EOS.
 
     Args:
         tokenizers: one tokenizer, or one per language.
         language: language of the text; selects the tokenizer.
+        cut_id: id of the text's cut, for error messages.
         marks: ids of BOS and EOS; None adds no id.
 
     Raises:
@@ -133,7 +134,7 @@ def tokenize(
     found: Any = tokenizers(text)
     bos, eos = ([] if mark is None else [mark] for mark in marks)
     try:
-        # Tokenizers of transformers return a mapping when called, and iterating over it gives keys instead of ids.
+        # Tokenizers of transformers return a mapping when called, and iterating over it yields keys instead of ids.
         return [*bos, *(operator.index(token) for token in found), *eos]
     except TypeError:
         raise ConfigError(
@@ -161,7 +162,7 @@ def _language(name: str) -> str:
     return language if equals and language.replace("-", "").replace("_", "").isalnum() else ""
 
 
-# These are functions rather than lambdas, because lambdas cannot be pickled for spawned workers.
+# The tokenizers below are functions, because lambdas cannot be pickled for spawned workers.
 
 
 def _encode_bytes(text: str) -> list[int]:

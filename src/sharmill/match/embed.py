@@ -31,7 +31,7 @@ class EmbeddedSegment:
     """The speaker embedding of a segment, and facts that were found while its audio was decoded.
 
     Attributes:
-        embedding: (D,) float32, an array, or a tensor on the encoder's device if that is a GPU.
+        embedding: (D,) float32, as a tensor if the encoder is on a GPU, otherwise as an array.
         content: hash of the samples; equal for segments with the same samples.
         notes: facts about the file for later stages.
     """
@@ -50,9 +50,9 @@ class PendingSegments:
 
     Attributes:
         items: all segments.
-        batches: indices of the segments of each batch.
-        once: results of the segments, each recording being decoded once.
-        feed: feed of the recordings.
+        batches: for each batch, the indices of its segments in ``items``.
+        once: the decoded segments; each recording is decoded only once.
+        feed: the feeders' results for the recordings.
     """
 
     items: Sequence[Segment]
@@ -130,10 +130,10 @@ class Embedder:
         advance: Callable[[float], None] = lambda seconds: None,
         when_all_begun: Callable[[], None] = lambda: None,
     ) -> list[EmbeddedSegment | RejectRecord]:
-        """Return the embedding of every segment, or the reason why it has none.
+        """Return the embedding of every segment, or a reject with the reason why it has none.
 
         Args:
-            advance: called with the seconds of every completed batch.
+            advance: called after each batch, with its seconds of audio.
             when_all_begun: called when all segments have been passed to feeders.
         """
         outcomes: dict[int, EmbeddedSegment | RejectRecord] = {}
@@ -159,8 +159,10 @@ class Embedder:
         return [outcomes[index] for index in range(len(begun.items))]
 
     def _embed(self, usable: dict[int, _Loaded]) -> dict[int, EmbeddedSegment]:
-        """Return the embeddings of a batch by segment index; raise RejectRecord if a single long segment exceeds the
-        memory.
+        """Return the embeddings of the segments of a batch, keyed by index.
+
+        Raises:
+            RejectRecord: the batch is a single long segment, which does not fit in memory.
         """
         if not usable:
             return {}

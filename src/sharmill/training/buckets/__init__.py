@@ -1,1 +1,1 @@
-"""Buckets from the lengths of cuts, and the largest batch per bucket that fits in memory."""
+"""Estimation of buckets from the lengths of cuts, and of the largest batch per bucket that fits in memory."""

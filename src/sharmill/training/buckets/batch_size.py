@@ -1,14 +1,14 @@
-"""Search for the largest batch per bucket that fits in a share of the memory, by bisection on out-of-memory errors.
+"""Finds the largest batch per bucket that fits in a share of the memory, by bisection on out-of-memory errors.
 
 The user provides the training step as ``module:callable``::
 
     def step(batch_size: int, length: float, num_tokens: int | None, device: str) -> None
 
 It runs one whole training step (forward, backward, optimizer) on a synthetic batch of ``batch_size`` items, each as
-long as the bucket allows: ``length`` seconds (frames for token bins) and, in two dimensions, ``num_tokens`` text
-tokens. The step must keep model and optimizer between calls, in a module variable or in an instance of a class, which
-is created once per process. It must not hide errors. It is called twice per size, since most optimizers allocate their
-state in the first step.
+long as the bucket allows: ``length`` seconds (frames for token bins) and, for two-dimensional bins, ``num_tokens`` text
+tokens. The step must keep the model and the optimizer between calls, in a module variable or in an instance of a class,
+which is created once per process. It must not hide errors. It is called twice per batch size, since most optimizers
+allocate their state in the first step.
 
 Out-of-memory conditions are ``MemoryError``, ``torch.cuda.OutOfMemoryError``, messages of torch's allocators, and a
 process that died by SIGKILL or after such a message. Any other error ends the search with the traceback of the step.
@@ -43,7 +43,7 @@ from sharmill.training.nemo.settings import check_bins, read_yaml, resolve
 from sharmill.training.parallel import ChildEnded, ChildProcess
 from sharmill.training.tokenizers import load_callable
 
-# Optimizers allocate their state in the first step, so only the second one holds activations and state at once.
+# Optimizers allocate their state in the first step, so activations and state are in memory together only in the second.
 _STEPS_PER_PROBE = 2
 _LAST_LINES = 15
 _TOKENS_PER_SECOND: Final = 12.0
@@ -81,7 +81,7 @@ class Bucket:
 
 @dataclass(frozen=True)
 class Budget:
-    """A memory budget: ``size`` bytes out of the ``total`` of ``device``."""
+    """A memory budget: ``size`` bytes out of the ``total`` bytes of ``device``."""
 
     device: str
     size: int
@@ -106,7 +106,7 @@ def tune_to_yaml(
     pretrained_name: str | None,
     **more_step_options: Any,
 ) -> str:
-    """Find the largest batches for ``sharmill tune-batch``, and format them with their bins for NeMo's loader.
+    """Find the largest batches for ``sharmill tune-batch``, and return them with their bins as YAML for NeMo's loader.
 
     Args:
         bins_text: see ``read_bins``.
@@ -138,7 +138,7 @@ class StepProcess(AbstractContextManager["StepProcess"]):
     Args:
         step: ``module:callable``.
         budget: memory limit of the process.
-        timeout: maximum seconds for one size, or for loading the step.
+        timeout: maximum seconds for one batch size, or for loading the step.
         options: keyword arguments of the step if it is a class.
 
     Attributes:
@@ -161,11 +161,11 @@ class StepProcess(AbstractContextManager["StepProcess"]):
         self._output.close()
 
     def fits(self, batch_size: int, bucket: Bucket) -> bool:
-        """Return True if two consecutive steps of this size have enough memory.
+        """Return True if two consecutive steps with this batch size fit in memory.
 
         Raises:
             ConfigError: the step does not exist.
-            FatalError: the step failed for another reason; the details have its traceback or its last output.
+            FatalError: the step failed for another reason; the details contain its traceback or its last output.
         """
         if self._child is None:
             # Daemons cannot have children, but a step may start worker processes.
@@ -179,12 +179,16 @@ class StepProcess(AbstractContextManager["StepProcess"]):
             return True
         self.last_memory_error = lack or self.last_memory_error
         if self._budget.device == "cpu":
-            # After a failed allocation, fragmentation and leaks of libraries would reduce the memory for later sizes.
+            # After a failed allocation, fragmentation and memory leaks in libraries would leave less memory for later
+            # sizes.
             self._end()
         return False
 
     def _answer(self, child: ChildProcess, doing: str) -> str | None:
-        """Return None for success or, if memory was exhausted, the message, which is empty if the process died."""
+        """Return None if the child succeeded or, if memory was exhausted, the error message.
+
+        The message is empty if the process died. Any other failure is raised.
+        """
         try:
             kind, detail = child.receive(self._timeout)
         except TimeoutError:
@@ -192,7 +196,7 @@ class StepProcess(AbstractContextManager["StepProcess"]):
         except ChildEnded as error:
             output, code = Path(self._output.name).read_text(errors="replace"), child.exitcode or 0
             self._end()
-            # The kernel's out-of-memory killer uses SIGKILL. Other deaths count only if the output mentions memory.
+            # The kernel's out-of-memory killer uses SIGKILL. Any other death counts only if the output mentions memory.
             if code == -signal.SIGKILL or (code < 0 and mentions_memory(output)):
                 return ""
             kind, detail = "error", "\n".join([f"its process {error}", *output.splitlines()[-_LAST_LINES:]])
@@ -217,7 +221,10 @@ class StepProcess(AbstractContextManager["StepProcess"]):
 
 
 def _run_steps(connection: Connection, name: str, options: dict[str, Any], budget: Budget, output: str) -> None:
-    """Load the step under the memory limit, then serve sizes until the pipe is closed; all output goes to a file."""
+    """Load the step under the memory limit, then try each batch size that is received, until the pipe is closed.
+
+    All output goes to a file.
+    """
     descriptor = os.open(output, os.O_WRONLY | os.O_TRUNC)
     for stream in (1, 2):
         os.dup2(descriptor, stream)
@@ -251,7 +258,7 @@ def _run_steps(connection: Connection, name: str, options: dict[str, Any], budge
         except Exception as error:  # noqa: BLE001  the parent reports any error
             answer = _describe(error)
         connection.send(answer)
-        # The next batch has other sizes, and must not suffer from fragmentation by this one.
+        # The next batch has another size, and must not suffer from memory fragmentation caused by this one.
         gc.collect()
         if budget.device != "cpu":
             torch.cuda.empty_cache()
@@ -287,7 +294,7 @@ def format_memory(size: float) -> str:
 
 
 def available_memory(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int:
-    """Return the bytes that this process may still allocate, limited by the machine and the process's cgroups."""
+    """Return the bytes that this process may still allocate, as limited by the machine and the process's cgroups."""
     match = re.search(r"^MemAvailable:\s+(\d+) kB", (proc / "meminfo").read_text(), re.MULTILINE)
     assert match is not None, "Linux reports MemAvailable since 3.14"
     files1, files2 = ("memory.limit_in_bytes", "memory.usage_in_bytes"), ("memory.max", "memory.current")
@@ -296,7 +303,7 @@ def available_memory(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/c
 
 
 def _limit_memory(size: int) -> None:
-    """Limit the data of this process to ``size`` bytes, including memory that it has already allocated.
+    """Limit the data memory of this process to ``size`` bytes, including memory that it has already allocated.
 
     The limit is RLIMIT_DATA, which counts private writable memory. RLIMIT_AS would also count torch's libraries and
     address space that is reserved but never used.
@@ -328,16 +335,19 @@ def tune_batch_sizes(
     step_options: Mapping[str, Any] | None = None,
     tell: Callable[[str], None] = lambda line: None,
 ) -> list[int]:
-    """Find the largest batch of each bucket with a training step, which the module's docstring describes.
+    """Find the largest batch size of each bucket by running a training step, as described in the module's docstring.
 
     Args:
         step: ``module:callable``.
         max_batch_size: upper limit of the search.
         tolerance: stop when the gap between a size that fits and one that does not is at most this fraction of the
             latter.
-        timeout: maximum seconds for one size.
+        timeout: maximum seconds for one batch size.
         step_options: keyword arguments of the step if it is a class.
-        tell: called with a line for each size that was tried and for each result, the longest bucket first.
+        tell: called with a line for each batch size tried and for each bucket's result, from the longest bucket down.
+
+    Returns:
+        The batch sizes, in the order of ``buckets``.
 
     Raises:
         FatalError: the step failed or took too long, or not even one item of a bucket fits.
@@ -364,7 +374,7 @@ def search(
     tell: Callable[[str], None] = lambda line: None,
     error_details: Callable[[], Sequence[str]] = tuple,
 ) -> list[int]:
-    """Find the largest batch of each bucket for which ``fits`` is true.
+    """Find the largest batch size of each bucket for which ``fits`` is true.
 
     A size that fits a bucket is assumed to fit every bucket that is not longer and has no more tokens. The search for a
     bucket therefore starts at the result of the longer buckets.
@@ -411,7 +421,7 @@ def make_budget(device: str, share: float, memory: int | None) -> Budget:
         memory: bytes; by default all memory of the GPU, or the memory available to this process on the CPU.
 
     Raises:
-        ConfigError: the device does not exist or has less memory.
+        ConfigError: the device does not exist or has less memory than ``memory``.
     """
     import torch
 
@@ -443,7 +453,7 @@ def read_bins(text: str) -> tuple[list[Bucket], dict[str, Any]]:
     """Read buckets from a list, ``[3.9, 7.5]`` or ``[[3.9, 60], [3.9, 94]]``, or from a file of ``sharmill bins``.
 
     Returns:
-        The buckets, and further settings of the file on which batches depend.
+        The buckets, and the other settings of the file that affect batches.
 
     Raises:
         ConfigError: the file does not exist, or the bins are not ascending positive numbers or pairs.
@@ -498,11 +508,11 @@ def choose_step(
     """Choose the user's own step or the step for a NeMo model.
 
     Args:
-        settings: further settings of the file of bins.
+        settings: settings returned by ``read_bins``.
 
     Returns:
-        The step as ``module:callable``, the keyword arguments of its class, and settings under which no batch of the
-        loader needs more memory than the batches of the search.
+        The step as ``module:callable``, the keyword arguments of its class, and settings that keep every batch of the
+        loader within the memory of the batches in the search.
 
     Raises:
         ConfigError: no step or several steps are named, or NeMo is not installed.

@@ -47,13 +47,13 @@ def estimate_bins(lengths: np.ndarray, num_buckets: int) -> list[float]:
 def estimate_bins_2d(
     lengths: np.ndarray, tokens: np.ndarray, num_buckets: int, num_sub_buckets: int, outlier_threshold: float = 4.0
 ) -> list[Bucket]:
-    """Return ascending buckets by length, each divided by the number of tokens.
+    """Return buckets in ascending order of length, each divided into sub-buckets by the number of tokens.
 
-    A cut that is exactly as long as a bound belongs to the lower bucket, as in loaders. NeMo's script puts it into the
-    upper one, so NeMo's loader then drops it if it has too many tokens for the lower one. Cuts whose ratio of tokens to
-    length is more than ``outlier_threshold`` standard deviations above the mean of their bucket are ignored;
+    A cut that is exactly as long as a bound belongs to the lower bucket, as in loaders. NeMo's script puts such a cut
+    into the upper bucket, so NeMo's loader drops it if it has too many tokens for the lower bucket. Cuts whose ratio of
+    tokens to length is more than ``outlier_threshold`` standard deviations above the mean of their bucket are ignored;
     ``max_ratio`` is the largest remaining ratio. Buckets that would end at the same length are merged, and the merged
-    bucket gets the sub-buckets of all of them. Bounds in seconds are rounded up to 3 decimals, so that the last one
+    bucket gets the sub-buckets of all of them. Bounds in seconds are rounded up to 3 decimals, so that the last bound
     includes the longest cut.
 
     Raises:
@@ -65,7 +65,7 @@ def estimate_bins_2d(
     lengths, tokens = lengths[order], tokens[order]
     begins = _part_starts(lengths, num_buckets)
     bounds = [round_up(lengths[index].item(), _DECIMALS) for index in [*begins, -1]]
-    # Rounding may add cuts to a bucket. The limits of tokens must be estimated from all cuts that a loader puts there.
+    # Rounding may add cuts to a bucket, so token limits are estimated from all cuts that a loader would put there.
     ends = np.searchsorted(lengths, bounds, side="right").tolist()
     bins: list[Bucket] = []
     begin, share = 0, 1
@@ -83,7 +83,7 @@ def estimate_bins_2d(
 
 
 def ratios_of(tokens: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """Return the ratios of tokens to lengths (N,); a length of 0, as for text without input, counts as 1."""
+    """Return the ratios of tokens to lengths (N,); a length of 0, such as that of text without input, counts as 1."""
     return tokens / np.where(lengths > 0, lengths, 1)
 
 
@@ -93,7 +93,11 @@ def _no_outliers(ratios: np.ndarray, threshold: float) -> np.ndarray:
 
 
 def _part_starts(sizes: np.ndarray, num_parts: int) -> list[int]:
-    """Divide sorted sizes into parts that end when they exceed their share; return all but the first part's start."""
+    """Divide sorted sizes into parts, each of which ends once it exceeds its share of the total.
+
+    Returns:
+        The index at which each part except the first starts.
+    """
     before = np.concatenate([[0.0], np.cumsum(sizes, dtype=np.float64)])
     share = before[-1] / num_parts
     begins: list[int] = []
@@ -120,13 +124,13 @@ def round_up(value: float, decimals: int) -> float:
 
 
 def assign(lengths: Lengths, bins: Sequence[Bucket], *, closed: bool) -> np.ndarray:
-    """Return the bucket of each cut (N,), or -1 if a loader would drop the cut.
+    """Return the index of each cut's bucket (N,), or -1 if a loader would drop the cut.
 
     Args:
         closed: there is no bucket for cuts longer than the last bin, as with ``bucket_batch_size`` in NeMo.
     """
     bounds = np.array([bound.length for bound in bins])
-    # The first of several buckets with the same length; the number of tokens then selects one of them.
+    # If several buckets have the same length, this is the first of them; the number of tokens then selects one.
     first = np.searchsorted(bounds, lengths.lengths, side="left")
     if bins[0].num_tokens is None:
         return np.where(first < len(bins) + (not closed), first, -1)
@@ -144,11 +148,11 @@ def assign(lengths: Lengths, bins: Sequence[Bucket], *, closed: bool) -> np.ndar
 
 
 def estimate_report(sources: Sequence[str | Path], options: BinsOptions) -> str:
-    """Read the lengths of the data, and return a report on their bins.
+    """Read the lengths of the data, and return the report of ``sharmill bins`` as YAML.
 
     Args:
-        sources: folders or URLs of datasets; or manifests, text files, one YAML file with ``input_cfg`` or the settings
-            of a training, or one list of manifests with weights.
+        sources: folders or URLs of datasets; or manifests, text files, one YAML file with ``input_cfg`` or training
+            settings, or one list of manifests with weights.
 
     Raises:
         ConfigError: the options contradict each other, or the data cannot be read.
@@ -185,10 +189,10 @@ def estimate_report(sources: Sequence[str | Path], options: BinsOptions) -> str:
 
 
 def report_bins(lengths: Lengths, options: BinsOptions, *, measure_total_length: bool = True) -> str:
-    """Estimate the bins, and return a report on them.
+    """Estimate the bins, and return the report on them as YAML.
 
     Args:
-        measure_total_length: one-dimensional token bins count input and output tokens.
+        measure_total_length: one-dimensional token bins count input and output tokens together.
 
     Raises:
         ConfigError: sub-buckets are requested but no cut has text, or the bins cannot be estimated.
@@ -214,7 +218,7 @@ def report_bins(lengths: Lengths, options: BinsOptions, *, measure_total_length:
         # If some examples have no input, the ratio cannot be limited.
         if (lengths.lengths == 0).any():
             bins = [replace(one, max_ratio=math.inf) for one in bins]
-    # Several buckets may end at a frequent length. All but the first of them would be empty.
+    # If a length is frequent, several buckets may end at it, and all but the first of them would be empty.
     bins = list(dict.fromkeys(bins))
     closed = options.closed or options.sub_buckets is not None
     lines = [
@@ -286,7 +290,9 @@ def _histogram(lengths: Lengths, bins: Sequence[Bucket], *, closed: bool) -> Ite
 
 
 def _max_ratio(lengths: Lengths, bins: Sequence[Bucket], outlier_threshold: float) -> Iterator[str]:
-    """Yield the setting that limits tokens per length: a list by bucket in two dimensions, otherwise one number."""
+    """Yield the setting that limits tokens per length: a list with one limit per bin in two dimensions, otherwise one
+    number.
+    """
     key = "max_tpt" if lengths.in_tokens else "max_tps"
     if bins[0].num_tokens is not None:
         if math.isfinite(bins[0].max_ratio):

@@ -1,4 +1,4 @@
-"""Lengths of cuts of datasets or of other examples, and the options of ``sharmill bins``.
+"""Lengths of the cuts of datasets or of other examples, and the options of ``sharmill bins``.
 
 Dataset folders are read completely, by parallel processes.
 """
@@ -31,15 +31,15 @@ class Lengths:
 
     Attributes:
         seconds: (N,), duration of the audio; 0 for text.
-        lengths: (N,), seconds as float64; or frames, input tokens for text, as int64.
-        tokens: (N,), number of tokens of the text, output tokens for text examples; None if they were not counted or no
-            cut has text.
-        text_ratios: (N,), output tokens per input token of text; infinite without input, NaN for cuts. None if there
-            are only cuts.
-        without_text: number of cuts without text, whose tokens are 0; 0 if tokens were not counted.
-        num_discarded: number of further cuts outside the limits of duration.
+        lengths: (N,), seconds as float64, or numbers of frames (for text, of input tokens) as int64.
+        tokens: (N,), numbers of text tokens (for text examples, of output tokens); None if tokens were not counted or
+            no cut has text.
+        text_ratios: (N,), output tokens per input token of text examples; infinite without input, NaN for cuts. None if
+            there are only cuts.
+        without_text: number of cuts without text, which count as having 0 tokens; 0 if tokens were not counted.
+        num_discarded: number of further cuts that were excluded because of their duration.
         looked_at: description of the sample; None if datasets were read completely.
-        in_tokens: lengths are frames and input tokens rather than seconds.
+        in_tokens: ``lengths`` are frames and input tokens rather than seconds.
     """
 
     seconds: np.ndarray
@@ -65,9 +65,9 @@ class Lengths:
         """Create lengths from columns (N,), without cuts outside the limits of duration; text is always kept.
 
         Args:
-            tokens: number of tokens, or -1 without text.
-            counted: tokens were counted.
-            limits: minimum and maximum seconds.
+            tokens: number of tokens of each example; -1 for examples without text.
+            counted: whether tokens were counted.
+            limits: minimum and maximum duration in seconds.
 
         Raises:
             ConfigError: no cut is within the limits.
@@ -126,7 +126,12 @@ def read_lengths(
 
 
 def _measure(file: tuple[Path, int | None], tokenizer: tuple[str, ...]) -> tuple[np.ndarray, np.ndarray]:
-    """Read durations and numbers of tokens (-1 without text) of a file, given as (path, number of cuts if known)."""
+    """Return the durations in seconds (N,) and the numbers of text tokens (N,) of the cuts in a file.
+
+    Args:
+        file: path of the file, and its number of cuts or None if that is unknown.
+        tokenizer: names of tokenizers; a cut without text, or any cut without tokenizers, has -1 tokens.
+    """
     path, count = file
     durations, tokens = [], []
     for cut in read_cuts(path):
@@ -179,12 +184,15 @@ class BinsOptions:
 
 
 def is_dataset(source: str) -> bool:
-    """Return True if a source is a folder, or a URL without the suffix of a file."""
+    """Return True if a source is a folder, or a URL that does not end in a file suffix."""
     return Path(source).is_dir() or (is_url(source) and not Path(source).suffix)
 
 
 def frame_shift(datasets: Sequence[Location]) -> float:
-    """Return the seconds per frame of the datasets' codecs; a Shar of another tool does not record its codec."""
+    """Return the seconds per frame that all codecs of the datasets share; raise ConfigError if they differ.
+
+    A Shar dataset of another tool does not record its codec, and is ignored.
+    """
     codecs = [codec for path in datasets if (path / DATASET_FILE).exists() for codec in read_dataset(path).codecs]
     shifts = {codec.samples_per_frame / codec.sampling_rate for codec in codecs}
     names = ", ".join(codec.name for codec in codecs) or "none"

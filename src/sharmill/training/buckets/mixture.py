@@ -1,7 +1,7 @@
 """Lengths of any data that NeMo's loader reads: manifests, text, conversations, and weighted mixtures of them.
 
-The examples come from the loader itself, with its tokens and prompts. From each source, a number of examples in
-proportion to its weight is read, spread evenly over its files.
+The loader itself reads the examples, with its tokens and prompts. The number of examples read from each source is in
+proportion to its weight, and these examples are spread evenly over the source's files.
 """
 
 import ast
@@ -55,7 +55,7 @@ from sharmill.training.nemo.trial import count_tokens
 from sharmill.training.tokenizers import PromptTokenizer, Tokenizer, load_tokenizers, tokenize
 
 _CANARY: Final = "canary"
-# Settings of a training that select examples, or define how they are measured.
+# Training settings that select examples, or define how they are measured.
 _KEPT: Final = (
     "input_cfg", "manifest_filepath", "tarred_audio_filepaths", "tarred_audio_filepath", "bucketing_weights",
     "cuts_path", "shar_path", "text_field", "lang_field", "channel_selector", "skip_missing_manifest_entries",
@@ -69,10 +69,10 @@ _DATA_ERRORS: Final = (AssertionError, AttributeError, KeyError, OSError, Runtim
 
 
 def load_nemo_tokenizer(names: Sequence[str], prompt_format: str | None) -> Any:
-    """Load tokenizers like ``load_tokenizers``, but as one tokenizer of NeMo.
+    """Load tokenizers like ``load_tokenizers``, but return a single tokenizer of NeMo.
 
     Tokenizers of several languages are combined in an AggregateTokenizer, or in a CanaryTokenizer if ``spl_tokens`` is
-    one of them.
+    one of the languages.
 
     Raises:
         ConfigError: a tokenizer cannot be loaded, or Canary's special tokens are missing.
@@ -101,7 +101,7 @@ def load_nemo_tokenizer(names: Sequence[str], prompt_format: str | None) -> Any:
 
 
 class _LanguageTokenizers(AggregateTokenizer):
-    """Tokenizers of any kind by language, with the interface of NeMo's AggregateTokenizer."""
+    """Tokenizers of any kind, one per language, with the interface of NeMo's AggregateTokenizer."""
 
     def __init__(self, tokenizers: Mapping[str, Tokenizer]) -> None:
         self._by_language = tokenizers
@@ -111,16 +111,16 @@ class _LanguageTokenizers(AggregateTokenizer):
 
 
 def load_prompt(prompt_format: str, text: str, tokenizer: Any) -> Callable[[str, str | None], int]:
-    """Load a prompt that applies to all cuts: the turns before the answer, which is the text of the cut.
+    """Load a prompt that is the same for all cuts: the turns before the answer, which is the text of the cut.
 
     Args:
         prompt_format: name of one of NeMo's ``PromptFormatter`` classes.
         text: the turns as a list, ``[{'role': 'user', 'slots': {...}}]``.
-        tokenizer: tokenizer of ``load_nemo_tokenizer``.
+        tokenizer: tokenizer from ``load_nemo_tokenizer``.
 
     Returns:
-        A function from the text and language of a cut to the number of tokens of prompt and text, including special
-        tokens.
+        A function that takes the text and language of a cut, and returns the number of tokens of prompt and text,
+        including special tokens.
 
     Raises:
         ConfigError: the format does not exist, or the turns do not match it.
@@ -152,7 +152,7 @@ def read_mixture(sources: Sequence[str], options: BinsOptions) -> tuple[Lengths,
     """Read the lengths of a mixture of sources in proportion to their weights.
 
     Returns:
-        The lengths, and the loader's settings by which they were measured.
+        The lengths, and the loader's settings with which they were measured.
 
     Raises:
         ConfigError: the data cannot be read, an option for tokens or frames is missing, weights are missing or invalid,
@@ -183,7 +183,13 @@ def read_mixture(sources: Sequence[str], options: BinsOptions) -> tuple[Lengths,
 
 
 def _leaves(entries: Sequence[Settings], share: float, temperatures: Any) -> Iterator[tuple[float, Settings]]:
-    """Yield the share of each entry that reads data, and the entry inside copies of its groups."""
+    """Yield each entry that reads data, as a pair: its share of all examples, and the entry inside copies of its
+    groups.
+
+    Args:
+        share: share of ``entries`` among all examples.
+        temperatures: NeMo's ``reweight_temperature``: one value, or a sequence with one value per level of groups.
+    """
     here, below = temperatures, temperatures
     if isinstance(temperatures, Sequence):
         here, below = (temperatures[0], temperatures[1:]) if temperatures else (None, ())
@@ -207,9 +213,12 @@ def _leaves(entries: Sequence[Settings], share: float, temperatures: Any) -> Ite
 
 
 def _thin(entry: Settings, wanted: int, folder: Path) -> tuple[Settings, int]:
-    """Return an entry reduced to ``wanted`` evenly spaced lines, and the number of all its examples.
+    """Return an entry reduced to ``wanted`` evenly spaced lines, and the number of examples of the original entry.
 
-    The number is 0 if the data would have to be read to count them; the entry is then returned unchanged.
+    If the data would have to be read to count the examples, the number is 0 and the entry is returned unchanged.
+
+    Args:
+        folder: folder for the reduced files.
     """
     if entry.get("input_cfg"):
         inner, size = _thin(entry["input_cfg"][0], wanted, folder)
@@ -241,7 +250,7 @@ def _thin(entry: Settings, wanted: int, folder: Path) -> tuple[Settings, int]:
 
 
 def _read(settings: Settings, wanted: int, tokenizer: Any, measured: "_MeasuredExamples") -> np.ndarray:
-    """Return rows (N, 4) of up to ``wanted`` examples of one source; see ``_MeasuredExamples``."""
+    """Return rows (N, 4) for up to ``wanted`` examples of one source; see ``_MeasuredExamples``."""
     kind = sources_of(settings)[0].get("type")
     settings = {
         **settings, "batch_size": _BATCH, "use_bucketing": False, "shuffle": True, "shuffle_buffer_size": _BATCH,
@@ -265,11 +274,13 @@ def _read(settings: Settings, wanted: int, tokenizer: Any, measured: "_MeasuredE
 
 @dataclass(frozen=True)
 class _MeasuredExamples:
-    """A dataset that turns examples into rows: seconds, length, tokens (-1 without text), tokens per input token.
+    """A dataset that turns examples into rows: seconds, length, tokens (-1 without text), output tokens per input
+    token.
 
     Attributes:
         frame: seconds per frame if audio is measured in frames, otherwise None.
-        prompt: counts the tokens with one prompt for all cuts, which replaces the prompts of the data.
+        prompt: counts the tokens of a cut with a prompt that replaces those of the data; None keeps the prompts of the
+            data.
     """
 
     frame: float | None
@@ -293,7 +304,10 @@ class _MeasuredExamples:
 
 
 def _resample_rows(columns: Sequence[np.ndarray], shares: Sequence[float], most: int) -> np.ndarray:
-    """Resample the rows of each source evenly to its share of at most about ``most`` rows in total."""
+    """Select evenly spaced rows from each source, in proportion to its share.
+
+    The result has at most about ``most`` rows, and repeats rows of sources with few.
+    """
     if len(columns) == 1:
         return columns[0]
     total = min(most, max(len(rows) / share for rows, share in zip(columns, shares, strict=True)))
@@ -339,7 +353,7 @@ def _open_inputs(sources: Sequence[str], options: BinsOptions) -> tuple[Settings
 
 
 def _settings_of(sources: Sequence[str], section: str | None) -> Settings:
-    """Return the settings of one sampler for the sources of the command line."""
+    """Return the settings of one sampler for the sources named on the command line."""
     first = sources[0].strip()
     listed, is_yaml = first.startswith("["), first.endswith((".yaml", ".yml"))
     refuse(
@@ -404,7 +418,7 @@ def _parse_list(text: str) -> Settings:
 
 
 def _kind_of(source: str) -> str:
-    """Return the ``input_cfg`` type of a file: text, or the type of the first line of JSON."""
+    """Return the ``input_cfg`` type of a file: ``txt``, or for JSON, the type that its first record implies."""
     path = str(expand_sharded_filepaths(source)[0])
     refuse(
         ("://" not in path and not Path(path).is_file(),

@@ -1,8 +1,8 @@
 """A built-in step of ``tune-batch`` for NeMo models: one training step on a batch built from the model's input schema.
 
-The method is that of NeMo's OOMptimizer (``scripts/speech_recognition/oomptimizer.py``): ``oomptimizer_schema`` of a
-model lists the tensors of its training step with their neural types, and which of them are as long as the input or the
-output.
+The method is that of NeMo's OOMptimizer (``scripts/speech_recognition/oomptimizer.py``): a model's
+``oomptimizer_schema`` lists the input tensors of its training step. It states the neural type of each tensor, and
+whether the tensor is as long as the input or the output.
 """
 
 import logging
@@ -24,7 +24,7 @@ from sharmill.models.memory import is_out_of_memory
 from sharmill.training.nemo.settings import read_yaml, resolve
 from sharmill.training.tokenizers import load_callable
 
-# Training steps compute word error rates every ``log_every_n_steps`` steps, which is disabled here.
+# Training steps compute word error rates every ``log_every_n_steps`` steps; this interval disables them.
 _NEVER: Final = 10**9
 _DATA: Final = ("train_ds", "validation_ds", "test_ds")
 
@@ -35,7 +35,7 @@ class NemoStep:
     Args:
         module_name: full name of the model's class.
         config_path: YAML file with the model's configuration under ``model``.
-        pretrained_name: a .nemo file, or a name that NeMo can download; replaces a configuration.
+        pretrained_name: a .nemo file, or a name that NeMo can download; used instead of ``config_path``.
         tokens_per_second: text tokens per second, for one-dimensional bins.
         seconds_per_frame: duration of a frame for bins in tokens; None for bins in seconds.
         in_total: one-dimensional bins count text tokens and frames together.
@@ -101,11 +101,11 @@ class NemoStep:
         return self._model.oomptimizer_schema  # type: ignore[return-value]
 
     def __call__(self, batch_size: int, length: float, num_tokens: int | None, device: str) -> None:
-        """Run forward, backward and optimizer on one synthetic batch."""
+        """Run one training step (forward, backward, optimizer) on a synthetic batch."""
         if self._optimizer is None:
             self._model.to(device).train()
             self._optimizer = _make_optimizer(self._model)
-            # Training steps log the learning rate.
+            # Training steps log the learning rate of the trainer's optimizer.
             self._model.trainer.optimizers = [self._optimizer]
         self._optimizer.zero_grad(set_to_none=True)
         frame = self._seconds_per_frame
@@ -138,7 +138,7 @@ class NemoStep:
         if isinstance(kind, LabelsType):
             labels = torch.randint(0, item["vocab_size"], (batch_size, size))
             if (tag := getattr(self._model, "audio_locator_tag_id", None)) is not None:
-                # The model replaces one locator per example with its audio.
+                # The model replaces one locator per example with the audio of that example.
                 labels[labels == tag] = 0
                 labels[:, 0] = tag
             return labels
@@ -188,7 +188,7 @@ def _make_model(module_name: str | None, config_path: str | None, pretrained_nam
 
 
 def _make_optimizer(model: Any) -> torch.optim.Optimizer:
-    """Return the configured optimizer of the model, without its schedule, or AdamW by default."""
+    """Return the optimizer that the model configures, without its learning rate schedule; by default, return AdamW."""
     if isinstance(model, ModelPT):
         settings: Any = OmegaConf.to_container(
             model.cfg.get("optim") or OmegaConf.create({"name": "adamw", "lr": 1e-3})

@@ -1,1 +1,1 @@
-"""WeNet-style chains, which turn lists, text and any iterable into batches step by step, without cuts."""
+"""WeNet-style chains, which turn lists, text files and any iterable into batches step by step, without cuts."""

@@ -1,7 +1,7 @@
-"""Chains of steps from a source to batches, divided among ranks and workers and resumed like readers of cuts.
+"""Chains of steps from a source to batches, which are divided among ranks and workers and resumed like readers of cuts.
 
-Each step is a generator over examples that carry their origins. Whatever a step buffers, drops or combines, the state
-of a chain therefore counts an example as consumed when it leaves the chain, and not earlier.
+Each step is a generator over examples that record their origins. The state of a chain therefore counts an example as
+consumed only when it leaves the chain or is dropped, even if steps buffer or combine examples.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ from sharmill.training.chain.sources import Example, Items
 from sharmill.training.parallel import at_least, parallel_map
 
 Examples = Generator[Example, None, None]
-# Opens a new iteration over the examples of the preceding step.
+# A function that starts a new iteration over the examples of the preceding step.
 OpenExamples = Callable[[], Examples]
 Function = Callable[[Any], Any]
 
 
 log = logging.getLogger(__name__)
 
-# A block size that no shard reaches, so that each shard is one block.
+# This block size exceeds the size of any shard, so each shard is one block.
 _WHOLE_FILES: Final = 1 << 40
 # Number of consecutive examples that a filter drops between two checks for an endless loop.
 _DROPPED_UNTIL_CHECK: Final = 1000
-# Rounds per epoch of ``_Turns``. Each reader needs at least one, and no training has this many readers.
+# Rounds per epoch of ``_Turns``. Each reader needs at least one round, and no training has this many readers.
 _ROUNDS: Final = 1 << 16
-# Errors of the program or the machine, with which every further example would fail as well.
+# Errors of the program or the machine, which would recur with every further example.
 _NEVER_SKIPPED: Final = (MemoryError, ImportError, ConfigError, FatalError)
 
 
@@ -67,7 +67,7 @@ def _call_with(fn: Callable[..., Any], args: tuple[Any, ...], options: dict[str,
 
 
 def count_frames(example: Mapping[str, Any]) -> int:
-    """Return the number of frames of the ``feat`` (frames, mels) of an example."""
+    """Return the number of frames of an example's ``feat`` (frames, mels)."""
     return len(example["feat"])
 
 
@@ -115,10 +115,10 @@ def _values(before: OpenExamples, taken: MutableSequence[Example]) -> Iterator[A
 def _results(
     before: OpenExamples, fn: Function, options: Mapping[str, Any] | None = None
 ) -> Iterator[tuple[Example, Any]]:
-    """Yield examples with their results, and skip examples whose result is a ``_Failure``.
+    """Yield each example with the result of ``fn``; skip examples whose result is a ``_Failure``.
 
     Args:
-        options: options of ``parallel_map``; None calls the function in this thread.
+        options: keyword arguments of ``parallel_map``; with None, the function is called in this thread.
     """
     ahead: deque[Example] = deque()
 
@@ -131,10 +131,12 @@ def _results(
             except StopIteration:
                 return
             except Exception as error:
-                # All earlier results were delivered. If no example is ahead, reading the examples raised the error.
+                # All earlier results have been delivered. If ``ahead`` is empty, reading the next example raised the
+                # error.
                 if not ahead:
                     raise
-                # The message of our own errors names the example; other errors keep their message and get a note.
+                # An error of sharmill gets the example's name in its message; any other error keeps its message and
+                # gets a note.
                 if isinstance(error, SharmillError) and not isinstance(error, _NEVER_SKIPPED):
                     raise DamagedShard(f"{_origin_names(ahead[0])}: {error}") from error
                 error.add_note(f"at {_origin_names(ahead[0])}")
@@ -235,10 +237,11 @@ def zip_examples(opens: Sequence[OpenExamples]) -> Examples:
 
 
 def interleave_examples(opens: Sequence[OpenExamples], weights: Sequence[float] | None, seed: int) -> Examples:
-    """Yield one example per turn, from a chain that depends only on the position of the turn.
+    """Yield one example per turn; the position of a turn determines which chain the example comes from.
 
     Args:
         opens: functions that open the chains and, last, the turns.
+        weights: one weight per chain for random choices; None takes the chains in turn.
     """
     with ExitStack() as stack:
         *columns, turns = [stack.enter_context(closing(open_examples())) for open_examples in opens]
@@ -254,28 +257,29 @@ def interleave_examples(opens: Sequence[OpenExamples], weights: Sequence[float] 
 
 
 class Chain(torch.utils.data.IterableDataset):
-    """An IterableDataset that passes the examples of a source through a series of steps, with an exact state.
+    """An IterableDataset that passes the examples of a source through a series of steps and can be resumed exactly.
 
     Every method that adds a step returns a new chain; iterate over the last one. Pass it to a DataLoader with
     ``batch_size=None``. **The chain itself divides the source** among ``world_size`` ranks and the workers of their
-    loaders. In each epoch, every example goes to exactly one of them. Give every rank the whole lists, and no sampler.
+    loaders. In each epoch, every example goes to exactly one of these workers. Give every rank the complete lists, and
+    use no sampler.
 
-    ``StatefulDataLoader.state_dict()`` counts every example that was delivered or skipped as consumed. Load it into a
-    loader with the same numbers of workers and ranks. For other numbers, combine the states of all ranks with
+    ``StatefulDataLoader.state_dict()`` counts every example that was delivered or skipped as consumed. Load the state
+    into a loader with the same numbers of workers and ranks. For other numbers, combine the states of all ranks with
     ``merge_data_states``, and pass the result to ``load_state_dict`` of a new chain. A resumed chain continues with the
     next example; examples that were still buffered in ``shuffle``, ``sort`` and ``bucket`` come first.
 
     Args:
-        source: a ``RawList``, ``ShardList`` or ``TextLines``, an iterable, or a function that returns an iterable. A
-            function is called once here to count the items, and by each worker in each epoch; the number of items must
-            not change. An iterator, such as a generator, is read into memory here.
-        shuffle: use another order in each epoch, derived from ``seed``. All examples of ``mix_shards`` files are
+        source: a ``RawList``, ``ShardList`` or ``TextLines``, an iterable, or a function that returns an iterable. The
+            constructor calls a function once to count the items, and each worker calls it in each epoch; the number of
+            items must not change. The constructor reads an iterator, such as a generator, into memory.
+        shuffle: use a different order in each epoch, derived from ``seed``. All examples of ``mix_shards`` files are
             shuffled together. An iterable without random access keeps its order.
         rank, world_size: rank and number of the data-parallel processes; torch.distributed is not queried.
-        infinite: continue with the next epoch after each. By default, one iteration is one epoch.
-        divide: ``line`` divides the examples among readers. ``file`` assigns each file or archive to one reader in an
+        infinite: continue with the next epoch after each epoch. By default, one iteration is one epoch.
+        divide: ``line`` divides the examples among readers. ``file`` assigns each file or archive to one reader per
             epoch; give at least as many files as there are readers.
-        on_error: ``skip`` skips examples that cannot be read, or at which a function of ``map`` or ``filter`` fails,
+        on_error: ``skip`` skips examples that cannot be read, or for which a function of ``map`` or ``filter`` fails,
             with a warning and a count in the state. By default, the error is raised.
         max_errors: maximum number of skipped examples per rank and worker.
 
@@ -334,7 +338,7 @@ class Chain(torch.utils.data.IterableDataset):
     ) -> Chain:
         """Apply a function to every example in threads or processes, in order, like ``sharmill.training.parallel_map``.
 
-        Each worker of a DataLoader starts ``num_workers`` of its own.
+        Each worker of a DataLoader starts ``num_workers`` threads or processes of its own.
         """
         options = {"num_workers": num_workers, "kind": kind, "prefetch": prefetch}
         parallel_map((), fn, **options)  # type: ignore[arg-type]  # invalid options raise here, not when iterating
@@ -345,7 +349,9 @@ class Chain(torch.utils.data.IterableDataset):
         return self._then(filter_examples, keep=self._guarded(partial(_call_with, func, args, kwargs)))
 
     def shuffle(self, size: int) -> Chain:
-        """Draw each example at random from a buffer of ``size`` examples, by the seed and epoch of the source."""
+        """Draw each example at random from a buffer of ``size`` examples; the seed and state of the source seed the
+        draws.
+        """
         return self._then(shuffle_examples, size=at_least(1, "size", size))
 
     def sort(
@@ -380,12 +386,12 @@ class Chain(torch.utils.data.IterableDataset):
         return self._then(sort_examples, size=size, key=key, reverse=reverse)
 
     def apply(self, f: Callable[[Iterator[Any]], Iterable[Any]], *, exact: bool = False) -> Chain:
-        """Apply a function to the stream, such as a generator that takes an iterator over examples and yields examples.
+        """Apply a function to the stream, such as a generator function that takes an iterator over examples.
 
-        The chain cannot know which examples ``f`` holds back, so ``state_dict`` raises ConfigError. With
-        ``exact=True``, the chain has a state. ``f`` must then build each example only from those that it took since its
-        previous one, as filters and batches do; whatever it did not use counts as dropped. An error in ``f`` is always
-        raised.
+        By default, the chain cannot know which examples ``f`` holds back, so ``state_dict`` raises ConfigError. With
+        ``exact=True``, the chain has a state. In this case, ``f`` must build each example only from the examples that
+        it took since it yielded the previous one, as filters and batches do; examples that it took but did not use
+        count as dropped. An error in ``f`` is always raised.
         """
         chain = self._then(apply_function, f=f, exact=exact)
         chain._is_exact = self._is_exact and exact
@@ -401,9 +407,10 @@ class Chain(torch.utils.data.IterableDataset):
         return chain if wrapper_class is None else chain.map(wrapper_class)
 
     def dynamic_batch(self, max_frames: int, length: Callable[[Any], int] = count_frames) -> Chain:
-        """Group examples into lists whose padded size, the longest length times the number, is at most ``max_frames``.
+        """Group examples into lists whose padded size (longest length times number of examples) is at most
+        ``max_frames``.
 
-        A longer example forms a batch of its own.
+        An example longer than ``max_frames`` forms a list of its own.
         """
         at_least(1, "max_frames", max_frames)
         return self._then(dynamic_batch_examples, max_frames=max_frames, length=length)
@@ -411,8 +418,9 @@ class Chain(torch.utils.data.IterableDataset):
     def bucket(self, bounds: Sequence[int], sizes: Sequence[int], length: Callable[[Any], int] = count_frames) -> Chain:
         """Group examples of similar lengths into lists.
 
-        Bucket n holds the examples that are shorter than ``bounds[n]`` and at least as long as the previous bound. It
-        yields lists of ``sizes[n]``. The last size is for examples that reach the last bound.
+        Bucket n collects the examples that are shorter than ``bounds[n]`` and at least as long as the previous bound,
+        and yields lists of ``sizes[n]`` examples. The last size is for examples that are at least as long as the last
+        bound.
         """
         for size in sizes:
             at_least(1, "a size of bucket", size)
@@ -427,16 +435,16 @@ class Chain(torch.utils.data.IterableDataset):
     def zip(self, *others: Chain) -> Chain:
         """Combine one example from each chain, such as speech and text, into a tuple.
 
-        The chain that ends first ends the pass, and the others continue from there in the next pass. If one chain has
-        ``infinite=True``, the others define the epochs.
+        An iteration ends with the first chain that ends; in the next iteration, the other chains continue where they
+        stopped. If one chain has ``infinite=True``, the others define the epochs.
         """
         return self._with(others, zip_examples)
 
     def interleave(self, *others: Chain, weights: Sequence[float] | None = None, seed: int = 0) -> Chain:
-        """Yield one example of each chain in turn or, with ``weights``, from a randomly drawn chain.
+        """Yield one example from each chain in turn or, with ``weights``, each example from a randomly drawn chain.
 
-        As in ``zip``, the chain that ends first ends the pass, and the others continue from there in the next pass.
-        Give a chain ``infinite=True`` if it must not end the pass.
+        As in ``zip``, an iteration ends with the first chain that ends, and the other chains continue where they
+        stopped. Give a chain ``infinite=True`` if it must not end the iteration.
 
         Args:
             weights: one positive number per chain, beginning with this chain.
@@ -458,7 +466,8 @@ class Chain(torch.utils.data.IterableDataset):
             source.reader.set_epoch(epoch)
 
     def __iter__(self) -> Iterator[Any]:
-        # Not in the generator, because a loader may save the state of a worker before it requests an example.
+        # The pass begins here rather than in the generator, because a loader may save a worker's state before it
+        # requests the first example.
         for source in self._sources:
             source.reader.begin_pass(next_epoch=True)
         return self._examples()
@@ -491,7 +500,7 @@ class Chain(torch.utils.data.IterableDataset):
         """Load the state of this rank and worker, or merged states, before iterating.
 
         Raises:
-            ConfigError: the state belongs to other sources or another order.
+            ConfigError: the state belongs to other sources or to a different order.
         """
         load_states([source.reader for source in self._sources], state)
 
@@ -518,7 +527,7 @@ class Chain(torch.utils.data.IterableDataset):
 
 
 def interleave(*chains: Chain, weights: Sequence[float] | None = None, seed: int = 0) -> Chain:
-    """Yield one example of each chain in turn; see ``Chain.interleave``."""
+    """Yield one example from each chain in turn; see ``Chain.interleave``."""
     _require_chains(chains or (None,))
     return chains[0].interleave(*chains[1:], weights=weights, seed=seed)
 
@@ -535,8 +544,8 @@ class _Source:
 
     Attributes:
         max_errors: maximum number of skipped examples; None raises the first error.
-        draw: seed of the random numbers of a pass, derived from the reader's state. It differs between epochs, readers
-            and resumed passes, since a repeated draw might hold the same example back forever.
+        draw: seed of the random numbers of a pass, derived from the reader's state. The seed differs between epochs,
+            readers and resumed passes, since repeated draws might hold the same example back forever.
     """
 
     draw: str
@@ -591,11 +600,11 @@ class _Source:
 
 
 class _Turns(_Source):
-    """The turns of ``interleave``: an infinite source of numbers, whose position is part of the state.
+    """The turns of ``interleave``: an infinite source of numbers whose position is part of the chain's state.
 
     Args:
         count: number of chains. Each block has one turn of every chain, so each reader visits all chains in turn.
-        options: options of a source of the same rank.
+        options: options of another source of the chain, which provide the rank and world size.
     """
 
     def __init__(self, count: int, options: ReadOptions) -> None:

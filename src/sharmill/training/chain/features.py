@@ -1,4 +1,4 @@
-"""Functions for chains on speech: decoding audio, Kaldi features, and batches in WeNet's form.
+"""Functions for chains on speech: decoding, resampling and padding audio, Kaldi features, and batches in WeNet's form.
 
 Each function takes an example and returns a new one. Pass it to ``map`` or ``parallel_map``, with settings bound by
 ``functools.partial``.
@@ -51,7 +51,7 @@ def resample_wav(example: Mapping[str, Any], sample_rate: int) -> dict[str, Any]
 
 
 def pad_wav(example: Mapping[str, Any], seconds: float = 30.0, *, trim: bool = False) -> dict[str, Any]:
-    """Pad ``waveform`` with zeros to ``seconds``, by default the length of Whisper's input.
+    """Pad ``waveform`` with zeros to a duration of ``seconds``; the default is the length of Whisper's input.
 
     ``num_samples`` of the new example is the length without the padding.
 

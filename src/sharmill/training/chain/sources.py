@@ -33,13 +33,13 @@ from sharmill.sources.tars import Archive, WenetSource, read_part
 
 Paths = str | Path | Sequence[str | Path]
 
-# Limit for a member, which is read as a whole: nine hours of speech at 16 kHz.
+# Maximum size of an archive member, which is read as a whole: nine hours of speech at 16 kHz.
 _MAX_MEMBER_BYTES: Final = 1 << 30
-# Limit for items of a source without a length, because all positions are held in memory.
+# Maximum number of items of a source without a length, because all positions are held in memory.
 _MAX_ITEMS: Final = 1 << 24
-# Bytes read at both ends of a file, to distinguish it from other files of the same size.
+# Number of bytes read at each end of a file, to distinguish the file from others of the same size.
 _BLOCK: Final = 4096
-# (process, cache, URL) triples whose version was checked with the server; hashed, because URLs are long.
+# Hashes of the (process, cache, URL) triples whose version was checked with the server; URLs would take more memory.
 _asked: Final[set[int]] = set()
 # Process ids are reused; together with this random token, they are unique.
 _STARTED: Final = os.urandom(16).hex()
@@ -52,8 +52,8 @@ class Origin:
 
     Attributes:
         name: name of the example in error messages.
-        custom: position of the example, in the place where ``SharReader.mark_consumed`` looks for it.
-        source: the source within the chain; set by the chain.
+        custom: position of the example, under the key that ``SharReader.mark_consumed`` reads.
+        source: the chain's source that the example came from; set by the chain.
     """
 
     name: str
@@ -63,7 +63,7 @@ class Origin:
 
 @dataclass(slots=True)
 class Example:
-    """A value that a chain passes from step to step, or the error in its place, with its origins."""
+    """A value that a chain passes from step to step, or the error of an unreadable value, with its origins."""
 
     value: Any
     origins: tuple[Origin, ...]
@@ -71,11 +71,12 @@ class Example:
 
 @dataclass
 class _Shard:
-    """An open shard; any of its examples may be an error.
+    """An open shard; reading an example may return an error as its value.
 
     Attributes:
         name_of: returns the name of an example for error messages.
-        read_value: reads an example; raises RejectRecord. It holds a reference to the file, which keeps it open.
+        read_value: reads an example; raises RejectRecord. It refers to the open file, which stays open as long as it
+            does.
     """
 
     name_of: Callable[[int], str]
@@ -91,11 +92,11 @@ class _Shard:
 
 
 class Items(ShardSource):
-    """A source of any iterable; without random access, every reader iterates over the items of other readers too.
+    """A source of any iterable; without random access, every reader also iterates over the items of other readers.
 
     Args:
-        items: an iterable, or a function that returns one. An iterator is read into memory here. A function is called
-            here to count the items, and by each reader in each epoch.
+        items: an iterable, or a function that returns one. The constructor reads an iterator into memory. It calls a
+            function once to count the items, and each reader calls the function in each epoch.
     """
 
     num_shards = 1
@@ -111,7 +112,7 @@ class Items(ShardSource):
         self._items: Any = list(_limit_items(items)) if isinstance(items, Iterator) else items
         found = self._begin()
         self.sequential = not isinstance(found, Sequence)
-        # Counted here once rather than in every worker process.
+        # The items are counted once here rather than in every worker process.
         try:
             self._count = len(found)  # type: ignore[arg-type]  # it may have no length
         except TypeError:
@@ -119,7 +120,7 @@ class Items(ShardSource):
 
     @property
     def identity(self) -> dict[str, Any]:
-        """The number of items; other items of the same number are not detected."""
+        """The number of items; different items are not detected if their number is the same."""
         return {"items": self.count(0)}
 
     def count(self, shard: int) -> int:
@@ -145,7 +146,7 @@ class Items(ShardSource):
 
 
 def _limit_items(items: Iterable[Any]) -> Iterator[Any]:
-    """Yield items; raise ConfigError if there are too many, as in an endless iterable."""
+    """Yield items; raise ConfigError if there are too many, as from an endless iterable."""
     left = iter(items)
     yield from islice(left, _MAX_ITEMS)
     refuse((any(True for _ in left), f"a source has more than {_MAX_ITEMS} items: give a sequence, or TextLines"))
@@ -190,7 +191,7 @@ class _Opener(Cache):
 
 @dataclass(frozen=True, kw_only=True)
 class _ListSource(WenetSource):
-    """A WeNet list read by a chain; lines may name URLs (without a root) and commands (with ``allow_pipe``)."""
+    """A WeNet list read by a chain; lines may name URLs (if there is no root) and commands (with ``allow_pipe``)."""
 
     allow_pipe: bool = False
 
@@ -199,7 +200,7 @@ class _ListSource(WenetSource):
         return super().locate(roots, text) if file is None else Archive(file, text, text)
 
     def remote(self, text: str) -> Location | None:
-        """Return the location if a line names a URL or a command; None for a path."""
+        """Return the location of a URL or of a command's output if a line names one; None for a path."""
         is_command = text.startswith("pipe:") or text.rstrip().endswith("|")
         if is_command and not self.allow_pipe:
             raise RejectRecord("outside_root", f"{text!r} is a command, which runs only with allow_pipe=True")
@@ -208,7 +209,7 @@ class _ListSource(WenetSource):
 
 
 class _LineFiles(ShardSource):
-    """Non-blank lines of files; each takes 8 bytes of memory."""
+    """The non-blank lines of files; the offset of each line takes 8 bytes of memory."""
 
     def __init__(self, files: Sequence[Location], parse: Callable[[str, bytes], Any]) -> None:
         self._files, self.num_shards = files, len(files)
@@ -217,7 +218,7 @@ class _LineFiles(ShardSource):
 
     @property
     def identity(self) -> dict[str, Any]:
-        """A checksum of the names, sizes, first and last blocks of the files; other changes are not detected."""
+        """A checksum of the names, sizes, and first and last blocks of the files; other changes are not detected."""
         return {"files": checksum_bytes(msgspec.json.encode([_fingerprint(file) for file in self._files]))}
 
     def count(self, shard: int) -> int:
@@ -235,7 +236,9 @@ class _LineFiles(ShardSource):
         return _Shard(lambda number: f"{path}, record {number + 1}", read_line)
 
     def _ends_of(self, shard: int) -> np.ndarray:
-        """Return the end offset of each non-blank line, int64 (lines,); blank lines may precede a line."""
+        """Return the offset of the end of each non-blank line, int64 (lines,); blank lines before it belong to the
+        line.
+        """
         if shard not in self._ends:
             ends = (end for end, _ in iterate_lines(self._files[shard], "list"))
             self._ends[shard] = np.fromiter(ends, np.int64)
@@ -315,8 +318,8 @@ class ShardList(ShardSource):
 
     The key of a member is its name up to the last dot. An example has ``key``, the audio's bytes as ``wav``, the text,
     if any, as ``txt``, and the bytes of every further member under its suffix. A sample is an error if the archive is
-    damaged there, two members have the same name, its key occurred earlier, or it does not have exactly one audio
-    member.
+    damaged there, if two of its members have the same name, if its key occurred earlier in the archive, or if it does
+    not have exactly one audio member.
 
     Args:
         files: one or more paths, which may contain ranges such as ``{0..9}``, ``*`` and ``?``.
@@ -351,7 +354,7 @@ class ShardList(ShardSource):
         return {"archives": checksum_bytes(msgspec.json.encode(list(self._source.sizes())))}
 
     def count(self, shard: int) -> int:
-        """Return the number of samples, including damaged places, from the headers of the archive."""
+        """Return the number of samples according to the archive's headers; damaged places count as samples."""
         if shard not in self._counts:
             self._counts[shard] = sum(1 for _ in self._source.samples(shard))
         return self._counts[shard]

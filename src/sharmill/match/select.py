@@ -230,8 +230,7 @@ class _Ranges:
     ends: _IndexArray | None = None
 
     def pairs(self, block: slice) -> tuple[_IndexArray, _IndexArray]:
-        """Return the excluded pairs of a block: arrays of rows in the block and of indices into the list of candidates.
-        """
+        """Return the excluded pairs of a block: arrays of rows in the block and of indices into the list of candidates."""
         first = self.first[block]
         counts = np.maximum(self.stop[block] - first, 0)
         row = np.repeat(np.arange(len(counts)), counts)
@@ -323,8 +322,7 @@ class _SharedWords:
         self._limit = limit
 
     def pairs(self, block: slice) -> tuple[_IndexArray, _IndexArray]:
-        """Return the excluded pairs of a block: arrays of rows in the block and of indices into the list of candidates.
-        """
+        """Return the excluded pairs of a block: arrays of rows in the block and of indices into the list of candidates."""
         common = (self._rows[block] @ self._candidates).tocoo()
         row, candidate = common.coords
         fewer = np.minimum(self._sizes[block][row], self._candidate_sizes[candidate])

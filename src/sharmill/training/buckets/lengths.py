@@ -159,7 +159,7 @@ class BinsOptions:
         tokenizer: names of tokenizers; see ``load_tokenizers``.
         token_bins: measure audio in frames, which NeMo calls tokens.
         seconds_per_frame: duration of a frame; by default taken from the datasets' codec.
-        closed: add a last bin for the longest cut in one dimension, as ``bucket_batch_size`` needs it.
+        closed: in one dimension, add a last bin that ends at the longest cut, as ``bucket_batch_size`` requires.
         min_duration, max_duration: seconds; examples outside these limits are excluded and counted.
         prompt_format, prompt: name of NeMo's prompt format, and the turns before the answer.
         section: name of one sampler of a ``multi_config``.

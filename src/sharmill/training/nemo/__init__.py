@@ -1,1 +1,1 @@
-"""NeMo's multimodal loader with sharmill's datasets: settings, division among ranks and workers, and states."""
+"""Use of sharmill's datasets in NeMo's multimodal loader: settings, division among ranks and workers, and states."""

@@ -1,6 +1,6 @@
-"""Translation of the settings of NeMo's classic loaders into those of its Lhotse loader.
+"""Translates the settings of NeMo's classic loaders into settings of its Lhotse loader.
 
-``CLASSIC_KEY_HANDLING`` describes the handling of each classic key; the table in docs/training.md is generated from it.
+``CLASSIC_KEY_HANDLING`` describes how each classic key is handled; the table in docs/training.md is generated from it.
 """
 
 import logging
@@ -81,7 +81,7 @@ _LHOTSE_KEYS: Final = (
 # The shard seed for each value of tarred_shard_strategy.
 _SHARD_SEEDS: Final = {"scatter": "randomized", "replicate": "trng"}
 _STRATEGIES: Final = ("fixed_order", "synced_randomized", "fully_randomized")
-# Settings that name data directly, and the type of entry that replaces them. The first one present is used.
+# Settings that name data directly, each with the type of entry that replaces it. The first one present is used.
 _PATHS: Final = {
     "shar_path": "lhotse_shar", "cuts_path": "lhotse", "tarred_audio_filepaths": "nemo_tarred",
     "manifest_filepath": "nemo",
@@ -99,7 +99,7 @@ def translate(section: Settings) -> str | None:
         mixed.
 
     Raises:
-        ConfigError: a value has no counterpart.
+        ConfigError: a value has no counterpart in the Lhotse loader.
     """
     from nemo.collections.common.data.lhotse.cutset import count_input_cfg_levels
 
@@ -120,13 +120,15 @@ def translate(section: Settings) -> str | None:
         log.warning("tarred_shard_strategy: %s is read as shard_seed: %s", strategy, seed)
     _translate_entries(section)
     if isinstance(temperature, list):
-        temperature += [1.0] * (count_input_cfg_levels(section) - depth)  # lists have become groups
+        temperature += [1.0] * (count_input_cfg_levels(section) - depth)  # lists became groups, which add levels
     drop_ignored(section)
     return in_turn
 
 
 def is_read_by_lhotse(section: Settings) -> bool:
-    """Return True if settings request Lhotse dataloading, by ``use_lhotse`` or, if that is not set, by a Lhotse key."""
+    """Return True if the settings request NeMo's Lhotse loader, by ``use_lhotse`` or, without it, by a key of that
+    loader.
+    """
     asked = section.get("use_lhotse")
     return any(map(section.get, _LHOTSE_KEYS)) if asked is None else bool(asked)
 
@@ -176,7 +178,7 @@ def _as_entries(section: Settings) -> list[Settings]:
     """Replace the paths in the settings with entries of ``input_cfg``.
 
     Returns:
-        The entries of NeMo's buckets, if ``manifest_filepath`` is a list of one-item lists; otherwise nothing.
+        The entries of NeMo's buckets, if ``manifest_filepath`` is a list of one-item lists; otherwise an empty list.
     """
     weights = section.pop("bucketing_weights", None)
     paths = {key: section.pop(key) for key in _PATHS if section.get(key) is not None}
@@ -205,7 +207,9 @@ def _as_entries(section: Settings) -> list[Settings]:
 
 
 def _split_lists(entry: Settings, passes: Sequence[int] | None) -> Settings:
-    """Return a group with one entry per manifest of a list, weighted like in NeMo: as given, or by utterances.
+    """Return a group with one entry per listed manifest; an entry without a list is returned unchanged.
+
+    As in NeMo, the weight of a manifest is given in the list; by default, it is the number of utterances.
 
     Args:
         passes: number of passes over each manifest in an epoch.
@@ -328,8 +332,7 @@ def _translate_buckets(section: Settings, manifests: Sequence[Settings]) -> str 
 def _translate_2d(section: Settings) -> None:
     """Compute the batch sizes of two-dimensional buckets from the maximum duration or tokens of a batch.
 
-    lhotse does not support such a maximum for two-dimensional buckets. For its other buckets, it counts the padded
-    length in the same way.
+    lhotse supports such a maximum only for one-dimensional buckets. The padded length is counted here as it is there.
     """
     bins = section.get("bucket_duration_bins")
     if not bins or not isinstance(bins[0], Sequence) or section.get("bucket_batch_size") is not None:

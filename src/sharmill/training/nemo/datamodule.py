@@ -1,6 +1,6 @@
 """NeMo's DataModule with the exact position in the training data saved in Lightning's checkpoints.
 
-Importing this module replaces NeMo's class, so NeMo's own scripts use this one.
+Importing this module replaces NeMo's class, so that NeMo's own scripts use the class defined here.
 """
 
 import copy
@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 
 class _Batches:
-    """The batches of an infinite loader, over all of Lightning's epochs.
+    """Iterable over the batches of an infinite loader, across all of Lightning's epochs.
 
     Lightning may fetch a batch ahead. If it starts a new iteration, a fetched batch that was not used is delivered
     again.
@@ -49,7 +49,9 @@ class _Batches:
         self.states, self.counts = (self.states[1], self._fetched.popleft()[1]), counts
 
     def state_dict(self) -> dict[str, Any]:
-        """Return an empty state, since Lightning would only save that of rank 0, with batches fetched ahead."""
+        """Return an empty state, because Lightning would save only the state of rank 0, which includes batches fetched
+        ahead.
+        """
         return {}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -60,10 +62,11 @@ class DataModule(speechlm2.DataModule):
     """NeMo's DataModule, which saves the position in the training data if ``train_ds`` has ``resumable: true``.
 
     A training resumed from any checkpoint of Lightning or NeMo then continues with the remaining examples of the epoch,
-    also on other numbers of ranks or workers. Without the key, the class behaves like NeMo's.
+    also with a different number of ranks or workers. Without the key, the class behaves like NeMo's.
 
     Raises:
-        ConfigError: the data has no exact position, or the position belongs to other data; raised when training begins.
+        ConfigError: the position in the data cannot be saved exactly, or the saved position belongs to other data;
+            raised when training begins.
     """
 
     def __init__(self, cfg: Any, tokenizer: Any, dataset: Any) -> None:
@@ -115,7 +118,8 @@ class DataModule(speechlm2.DataModule):
         """Return the position of all ranks in the training data; every rank must call this method."""
         if self._batches is None:
             return self._restored
-        # A batch that fails before it starts is not trained; a batch that the model skips counts as processed only.
+        # A batch is trained only if it was both started and processed. If it fails before its start, neither count has
+        # grown; if the model skips it, only the number of processed batches has.
         is_trained = all(now > before for now, before in zip(self._counts(), self._batches.counts, strict=True))
         states = [(self._get_dp_rank(), self._batches.states[is_trained])]
         if dist.is_initialized() and dist.get_world_size() > 1:
@@ -125,7 +129,7 @@ class DataModule(speechlm2.DataModule):
                 return {}
             states *= dist.get_world_size()
             dist.all_gather_object(states, states[0])
-        # Tensor-parallel ranks have the same state, or none if they receive the batches of another rank.
+        # Tensor-parallel ranks have equal states, or empty ones if they receive the batches of another rank.
         by_rank = {rank: state for rank, state in states if state}
         return merge_data_states(list(by_rank.values())) if by_rank else self._restored
 

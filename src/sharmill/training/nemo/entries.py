@@ -13,7 +13,7 @@ from sharmill.shar.index import open_directory
 
 Settings = dict[str, Any]
 
-# Replaces the type of NeMo's entries whose examples sharmill's reader divides among ranks and workers.
+# This type replaces the type of NeMo's entries that sharmill's reader divides among ranks and workers.
 DIVIDED: Final = "sharmill_divided"
 
 # Seeds that are not numbers: "trng" is drawn at random by each rank, "randomized" is derived from ``seed``.
@@ -39,16 +39,16 @@ _CONVERTER_KEYS: Final = (
 
 @dataclass(frozen=True, kw_only=True)
 class EntryType:
-    """A type of ``input_cfg``.
+    """A type of entries in ``input_cfg``.
 
     Attributes:
         needs: required keys, which may be inherited from enclosing groups.
         takes: optional keys.
-        files: keys that name the files, if sharmill's reader divides this type among ranks and workers. A shard has one
-            file per key. Except for ``shar_path``, each line of the first file is an example.
-        holds: ``cuts``, ``text`` or ``conversations``; empty if it depends on the data.
+        files: keys that name the files, for types that sharmill's reader divides among ranks and workers. A shard has
+            one file per key. Except for ``shar_path``, each line of the first file is an example.
+        holds: ``cuts``, ``text`` or ``conversations``; empty if the content depends on the data.
         is_stream: NeMo always reads the type as a stream; it reads other types as streams only if they are tarred.
-        is_marked: examples record their origin, and none is dropped.
+        is_marked: every example records its origin, and no example is dropped.
     """
 
     needs: tuple[str, ...] = ()
@@ -159,7 +159,7 @@ def check_entry(entry: Settings, handed_down: Settings) -> None:
 
 
 def is_divided(entry: Mapping[str, Any]) -> bool:
-    """Return True if sharmill's reader divides this entry of ``prepare_settings``."""
+    """Return True if sharmill's reader divides this entry, which must come from ``prepare_settings``."""
     return entry.get("type") in ("sharmill", DIVIDED)
 
 

@@ -1,8 +1,8 @@
 """Examples of NeMo's data types, divided among ranks and workers as shards of sharmill's reader.
 
-NeMo reads each shard: its parser of the type is called with the files of one shard, for one pass without shuffling.
-sharmill's reader chooses the order of the shards and this process's share of the examples. Examples of other readers
-are parsed and skipped, so reading is more efficient if there are more files than readers.
+NeMo reads each shard: its parser for the type is called with the files of one shard, for one pass without shuffling.
+sharmill's reader chooses the order of the shards and this process's share of the examples. The examples of other
+readers are parsed and skipped, so reading is more efficient if there are more files than readers.
 """
 
 import copy
@@ -46,9 +46,9 @@ from sharmill.sources.files import open_lines
 from sharmill.training.nemo.entries import TYPES, texts_in
 from sharmill.training.nemo.stores import copied, is_stored, refuse_command, version_of
 
-# Names of numbered tars other than audio_N.tar, in which NeMo would not find the number.
+# Matches the names of numbered tars other than audio_N.tar, in which NeMo would not find the number.
 _TAR_NAME: Final = re.compile(r"(?<![^/])(?!audio[^/]*_\d)[^/]*?(\d+)\.tar$")
-# NeMo's names for segments of a file in a tar.
+# Matches NeMo's names for segments of a file in a tar.
 _SEGMENT: Final = re.compile(r"^(.+)-sub\d+(\.\w+)?$")
 # Copying a large dataset takes hours, but torch's default timeouts are minutes.
 _COPY_TIMEOUT: Final = timedelta(days=7)
@@ -73,11 +73,11 @@ def open_examples(entry: Mapping[str, Any], **order: Any) -> SharReader:
 
 
 def copy_audio(entries: Sequence[Mapping[str, Any]]) -> None:
-    """Copy untarred audio of manifests in object stores before any rank reads it.
+    """Copy the untarred audio of manifests from object stores into the cache before any rank reads it.
 
     As NeMo documents, rank 0 copies into a shared cache (``NEMO_DATA_STORE_CACHE_SHARED``, 1 by default), or local rank
-    0 of each node into a cache per node, and the other ranks wait. If torch.distributed is not initialized, each rank
-    copies the files that are missing.
+    0 of each node copies into a cache per node. The other ranks wait. If torch.distributed is not initialized, each
+    rank copies the files that are missing.
 
     Args:
         entries: entries that read data, from ``prepare_settings``.
@@ -112,7 +112,7 @@ def copy_audio(entries: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _fetch_ahead(ask: Callable[[str], Any], names: Iterable[str]) -> Iterator[Any]:
-    """Yield ``ask(name)`` for each name of a file, with some requests ahead of use."""
+    """Yield ``ask(name)`` for each file name, in order, with several requests running ahead."""
     return prefetch(ask, names, threads=FETCHES_AT_ONCE, ahead=2 * FETCHES_AT_ONCE)
 
 
@@ -144,7 +144,7 @@ class _ExampleSource(ShardSource):
         self.num_shards = len(self._shards)
 
     def _open_tarred(self) -> LazyNeMoTarredIterator:
-        """Return NeMo's reader of tars, which also assigns the lines of a manifest shared by several tars."""
+        """Return NeMo's reader of tars, which also assigns the lines of a shared manifest to their tars."""
         manifests, tars = (expand_sharded_filepaths(self._entry[key]) for key in TYPES["nemo_tarred"].files)
         named = {_TAR_NAME.sub(r"audio_\1.tar", tar): tar for tar in tars}
         manifest = copied(manifests[0]) if len(manifests) == 1 else self._entry["manifest_filepath"]
@@ -159,7 +159,7 @@ class _ExampleSource(ShardSource):
 
     @property
     def identity(self) -> dict[str, Any]:
-        """The type and a checksum of the names and sizes of its files (versions for files in object stores)."""
+        """The type, and a checksum of the names and sizes of its files (names and versions for files in object stores)."""
         if self._tarred is not None:
             names = [*self._tarred.paths, *self._tarred.tar_paths]
         else:
@@ -186,7 +186,7 @@ class _ExampleSource(ShardSource):
         if shortest is None and longest is None:
             return True
         if shard not in self._expected:
-            # NeMo uses the whole file in the tar if its line has no duration.
+            # NeMo uses the whole file in the tar if the file's line has no duration.
             known = (line.get("duration") for line in self._lines(shard) if not line.get("_skipme"))
             found = [one is None or (shortest or 0) <= one <= (longest or math.inf) for one in known]
             count = self.count(shard)
@@ -196,8 +196,8 @@ class _ExampleSource(ShardSource):
     def _lines(self, shard: int) -> Iterable[dict[str, Any]]:
         """Return the lines of a shard's manifest, in the order of NeMo's examples.
 
-        The order of a local tar is read from its headers. A tar in an object store would have to be copied for that, so
-        its files are assumed to be in the order of the manifest.
+        The order of the files in a local tar is read from the tar's headers. A tar in an object store would have to be
+        copied for this, so its files are assumed to be in the order of the manifest.
         """
         files, tarred = self._shards[shard], self._tarred
         if tarred is None:
@@ -233,7 +233,7 @@ class _ExampleSource(ShardSource):
 
 
 def _member_names(tar: str) -> list[str]:
-    """Return the names in a tar up to the first damaged place, at which NeMo stops as well."""
+    """Return the names in a tar up to the first damaged place, at which NeMo also stops."""
     names: list[str] = []
     with suppress(tarfile.ReadError), tarfile.open(tar) as members:
         names.extend(member.name for member in members)
@@ -241,7 +241,7 @@ def _member_names(tar: str) -> list[str]:
 
 
 def _check_stored(kind: str, entry: Mapping[str, Any], stored: Sequence[str], *, tarred: bool) -> None:
-    """Raise ConfigError for entries whose files cannot be found in an object store."""
+    """Raise ConfigError if files of an entry are in an object store and could not be found there."""
     refuse(
         (stored and kind == "lhotse_shar" and isinstance(entry["shar_path"], str),
          f"shar_path {entry.get('shar_path')} is a folder in an object store, which cannot be listed: give the files "
@@ -260,7 +260,10 @@ def _local(names: Any) -> Any:
 
 
 class _StoredManifest(LazyNeMoIterator):
-    """Cuts of a manifest whose audio in an object store is copied when it is loaded; NeMo joins the URLs."""
+    """Cuts of a manifest whose audio is copied from an object store when it is loaded.
+
+    NeMo builds the URLs of the audio.
+    """
 
     def _create_recording(self, audio_path: str, duration: float, sampling_rate: int | None = None) -> Recording:
         if sampling_rate is None and is_stored(audio_path):
@@ -325,7 +328,8 @@ def open_listed(path: str) -> IO[bytes]:
 def check_files(kind: str, entry: Mapping[str, Any]) -> None:
     """Raise ConfigError if a file of an entry does not exist.
 
-    Only the first and last tars and files in object stores are checked. Pipes and other URLs are left to NeMo.
+    Of tars and of files in object stores, only the first and the last are checked. NeMo reports missing pipes and other
+    URLs.
     """
     for key in _FILES:
         if entry.get(key) is None:
@@ -340,7 +344,7 @@ def check_files(kind: str, entry: Mapping[str, Any]) -> None:
 
 
 def entry_files(kind: str, entry: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the options of each shard, with one file per key."""
+    """Return the options of each shard, which name one file per key."""
     columns = {key: expand_sharded_filepaths(entry[key]) for key in TYPES[kind].files if entry.get(key) is not None}
     lengths = {key: len(names) for key, names in columns.items()}
     counts = " and ".join(f"{count} files as {key}" for key, count in lengths.items())
@@ -350,7 +354,7 @@ def entry_files(kind: str, entry: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _shar_files(path: str | Mapping[str, Any]) -> list[dict[str, list[str]]]:
-    """Return the files of each shard by field, the cuts first."""
+    """Return the files of each shard, keyed by field; the cuts come first."""
     if isinstance(path, str):
         shards = [
             {field.rpartition("/")[2]: [str(Path(path, file))] for field, file in shard.files.items()}

@@ -1,8 +1,8 @@
 """Entry types that sharmill adds to NeMo's ``input_cfg``; importing this module registers them.
 
-``type: sharmill`` reads sharmill's datasets. Scripts that call NeMo's loader themselves only need this import.
-``type: tts_text`` is text for hybrid ASR-TTS. ``DIVIDED`` is used internally for text, conversations, NeMo's manifests
-and lhotse's Shar, which ``sharmill.training.nemo.examples`` reads.
+``type: sharmill`` reads sharmill's datasets. Scripts that call NeMo's loader themselves only need this import. ``type:
+tts_text`` reads text for hybrid ASR-TTS models. ``DIVIDED`` is used internally for text, conversations, NeMo's
+manifests and lhotse's Shar, which ``sharmill.training.nemo.examples`` reads.
 """
 
 import logging
@@ -36,7 +36,11 @@ _SPOKEN: Final = ("tts_text_normalized", "tts_text")
 
 @data_type_parser("tts_text")
 def read_tts_text(entry: DictConfig) -> tuple[CutSet, bool]:
-    """Return a TextExample for each line, with ``tts_text`` and ``tts_text_normalized``, if any, as attributes.
+    """Return the lines of manifests as TextExamples, with ``tts_text`` and ``tts_text_normalized``, if any, as
+    attributes.
+
+    Returns:
+        The examples, and True, because they are a stream.
 
     Raises:
         ConfigError: a line is not a valid record; raised while iterating.
@@ -63,7 +67,9 @@ class _TtsTexts:
 
 
 class _TtsRecord(msgspec.Struct):
-    """A line of a manifest: ``text`` is recognized, and one of the ``tts_text`` keys is spoken."""
+    """A line of a manifest: ``text`` is the transcript to recognize, and the TTS model speaks one of the ``tts_text``
+    texts.
+    """
 
     text: _Text
     lang: _Text | None = None
@@ -83,7 +89,7 @@ def read_sharmill(entry: DictConfig) -> tuple[CutSet, bool]:
     """Return the cuts of one entry, repeated endlessly unless ``force_finite`` or ``metadata_only`` is set.
 
     Returns:
-        The CutSet, and True, because it is a stream like tarred data and text.
+        The cuts, and True, because they are a stream like tarred data and text.
 
     Raises:
         ConfigError: an option is unknown, or the dataset, a field or the codec does not exist.
@@ -112,7 +118,7 @@ def read_sharmill(entry: DictConfig) -> tuple[CutSet, bool]:
 
 @data_type_parser(DIVIDED)
 def read_divided(entry: DictConfig) -> tuple[CutSet, bool]:
-    """Return the examples of an entry of NeMo's types, divided among all readers like those of type sharmill."""
+    """Return the examples of an entry of NeMo's types, divided among all readers like cuts of type sharmill; and True."""
     options: dict[str, Any] = OmegaConf.to_container(entry, resolve=True)  # type: ignore[assignment]
     source = PartitionedCuts(partial(open_examples, options), options)
     return CutSet(source).map(_as_nemo_expects, apply_fn=None), True
@@ -130,8 +136,8 @@ def entry_size(entry: Mapping[str, Any]) -> int:
 def _as_nemo_expects(cut: Any, speaker_tags: str = "kept") -> Any:
     """Adapt a cut to NeMo's filters and datasets, and return it; other examples are returned unchanged.
 
-    NeMo expects ``validation_status`` in the cut rather than the supervision. Null values of ``cer`` and
-    ``context_speaker_similarity`` are removed, because NeMo would compare them with numbers. With
+    NeMo expects ``validation_status`` as an attribute of the cut rather than of the supervision. Null values of ``cer``
+    and ``context_speaker_similarity`` are removed, because NeMo would compare them with numbers. With
     ``speaker_tags="nemo"``, the language of a speaker tag is written as MagpieTTSLhotseDataset expects it: ``en_US``
     for ``en-US``.
     """

@@ -1,12 +1,12 @@
 """The training loader: NeMo's loader with sharmill's readers, which divide data among ranks and have exact states.
 
-NeMo's samplers cannot save their positions, and need not. Our readers resume after the last consumed example, so
-examples that samplers had buffered are read again. After a resume, buckets and the mixing of datasets start over with
-new seeds; buckets first deliver the examples that are left of earlier epochs.
+NeMo's samplers cannot save their positions, but need not do so: sharmill's readers resume after the last consumed
+example, so examples that samplers had buffered are read again. After a resume, buckets and the mixing of datasets start
+over with new seeds; buckets first deliver the examples left over from earlier epochs.
 
-With ``canonical: N``, an epoch has N fixed parts, each with batches of its own. Each of W ranks has N / W parts and
-delivers their batches in turn. Thus N / W batches of every rank form one global step, which is the same for every W.
-All random choices depend only on the number of the part.
+With ``canonical: N``, an epoch is divided into N fixed parts, each with batches of its own. Each of W ranks has N / W
+parts and delivers their batches in turn. Thus N / W batches of every rank form one global step, which is the same for
+every W. All random choices depend only on the number of the part.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from sharmill.training.nemo.settings import (
 )
 from sharmill.training.speech_text import ContextSpeechDataset
 
-# These settings split examples, or read them at another time than their neighbours.
+# Under these settings, examples are split, or not read at the same time as the examples next to them.
 _INEXACT = (
     "perturb_speed", "cut_into_windows_duration", "cut_text_into_windows_tokens", "concurrent_bucketing", "noise_path",
 )  # fmt: skip
@@ -55,11 +55,11 @@ def merge_data_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Merge the states of the loaders of all data-parallel ranks into one, for any number of ranks and workers.
 
     Args:
-        states: the loader's ``state_dict()`` from every rank, with ``get_dataloader(..., resumable=True)``. States of
-            ranks that only receive the batches of another rank are empty and ignored.
+        states: the loader's ``state_dict()`` from every rank, with ``get_dataloader(..., resumable=True)``. Ranks that
+            only receive the batches of another rank have empty states, which are ignored.
 
     Returns:
-        The ``state`` for ``get_dataloader(..., state=...)``, with the same entries of type sharmill in the same order.
+        The ``state`` for ``get_dataloader(..., state=...)``, which needs the same entries in the same order.
 
     Raises:
         ConfigError: the state of a rank is missing, or these are not states of such a loader.
@@ -80,7 +80,7 @@ def _require_exact(sections: Sequence[Settings], *, in_turn: bool) -> None:
     """Raise ConfigError if the settings do not allow an exact state.
 
     Args:
-        in_turn: manifests are read one after the other, an epoch of each.
+        in_turn: manifests are read one after the other, one epoch of each at a time.
     """
     for section in sections:
         sources = sources_of(section)
@@ -105,7 +105,7 @@ def _require_exact(sections: Sequence[Settings], *, in_turn: bool) -> None:
 
 
 class CountingDataset(torch.utils.data.Dataset):
-    """A wrapper of a dataset class that marks the examples of each batch as consumed in their sources, if any."""
+    """A wrapper of a dataset class that also marks the examples of each batch as consumed in their sources."""
 
     def __init__(self, dataset: Dataset[Any], sources: Sequence[PartitionedCuts]) -> None:
         self._dataset, self._sources = dataset, sources
@@ -117,10 +117,10 @@ class CountingDataset(torch.utils.data.Dataset):
 
 
 class ResumableBatches(torch.utils.data.IterableDataset):
-    """Batches of all parts in turn, with the states of the readers of the parts.
+    """Iterable over the batches of all parts in turn; its state consists of the states of the parts' readers.
 
     Args:
-        parts: NeMo's batches of each part, and the sources that they read. A single part is divided among the workers
+        parts: NeMo's batches of each part, and the sources of these batches. A single part is divided among the workers
             by its readers; several parts are distributed over the workers.
         resumes: number of times that the training was resumed.
     """
@@ -145,7 +145,11 @@ class ResumableBatches(torch.utils.data.IterableDataset):
             load_states([source.reader for source in sources], known)
 
     def _own_parts(self) -> Sequence[tuple[IterableDatasetWrapper, list[PartitionedCuts]]]:
-        """Return the parts of this worker; with n workers, every n-th part, so that a loader delivers all in order."""
+        """Return the parts of this worker.
+
+        Of several parts, each of n workers has every n-th, so that the loader delivers the batches of all parts in
+        order.
+        """
         info = torch.utils.data.get_worker_info()
         return self._parts if info is None or len(self._parts) == 1 else self._parts[info.id :: info.num_workers]
 
@@ -168,18 +172,19 @@ def get_dataloader(
             ``canonical: N``, the global batches are the same on any number of ranks that divides N.
         rank: the data-parallel rank; the same for all ranks that work on one batch (tensor or context parallel).
         world_size: number of data-parallel ranks.
-        tokenizer: any callable from text to token ids; with ``prompt_format``, a tokenizer of NeMo.
-        dataset: turns a CutSet into a batch: ``dataset[cuts]``. The default is a ``ContextSpeechDataset`` for the
-            codec of the entries of type sharmill, which must all have the same codec. It loads audio at the codec's
-            rate; without a codec, at ``sample_rate`` or, if that is not set, at the rate of the datasets.
-        device_mesh: if it has axes ``cp`` or ``tp``, only the first rank along them reads and broadcasts its batches.
-        resumable: return a StatefulDataLoader, and prepare the data for exact states. Use it for infinite streams in
-            the same order on all ranks. ``merge_data_states`` combines the ``state_dict()`` of all ranks.
+        tokenizer: any callable that returns the token ids of a text; with ``prompt_format``, a tokenizer of NeMo.
+        dataset: turns a CutSet into a batch: ``dataset[cuts]``. The default is a ``ContextSpeechDataset`` for the codec
+            of the entries of type sharmill, which must all have the same codec. It loads audio at the codec's rate;
+            without a codec, at ``sample_rate`` or, if that is not set, at the rate of the datasets.
+        device_mesh: if it has axes ``cp`` or ``tp``, only the first rank along these axes reads batches, and it
+            broadcasts them to the other ranks.
+        resumable: return a StatefulDataLoader, and prepare the data for exact states. Use this option for infinite
+            streams in the same order on all ranks. ``merge_data_states`` combines the ``state_dict()`` of all ranks.
         state: merged state to resume from, on any number of ranks and workers. Entries, seed and shard seeds must be
-            the same. Each example that passes the filters comes once per epoch.
+            the same. Each example that passes the filters is delivered once per epoch.
 
     Raises:
-        ConfigError: NeMo is not installed, a key is unknown, or ranks would get examples twice or not at all.
+        ConfigError: NeMo is not installed, a key is unknown, or several ranks or no rank would get an example.
 
     Example:
         >>> settings = OmegaConf.load("configs/training/tts.yaml")  # doctest: +SKIP
@@ -238,7 +243,7 @@ def get_dataloader(
 def _make_loader(
     settings: Settings, rank: int, world_size: int, dataset: Dataset[Any], tokenizer: Any, *, resumable: bool
 ) -> tuple[DataLoader[Any], list[PartitionedCuts]]:
-    """Return NeMo's loader for prepared settings, and the sources that it reads in parts."""
+    """Return NeMo's loader for prepared settings, and the divided sources that it reads."""
     from nemo.collections.common.data.lhotse.dataloader import get_lhotse_dataloader_from_config
 
     import sharmill.training.nemo.input_type  # noqa: F401  registers types
@@ -249,7 +254,7 @@ def _make_loader(
             check_files(str(entry.get("type")), entry)
     seed, sections = settings["seed"], sections_of(settings)
     options = [SamplerOptions.take(section, tokenizer, rank, world_size) for section in sections]
-    in_turn = settings.pop("bucketing_strategy", None)  # at the top of a multi_config
+    in_turn = settings.pop("bucketing_strategy", None)  # top level of a multi_config
     with collect_sources() as ours:
         counting = CountingDataset(dataset, ours if resumable else ())
         try:
@@ -285,7 +290,7 @@ def _make_loader(
 
 
 def _default_dataset(settings: Settings, tokenizer: Any) -> Dataset[Any]:
-    """Return the default dataset class: for the codec of all sources or, without a codec, for audio.
+    """Return a ``ContextSpeechDataset`` for the codec of all sources or, if they have no codec, for audio.
 
     If ``sample_rate`` is not set, it is set to the rate of the batches' audio.
     """

@@ -23,13 +23,13 @@ from sharmill.shar.reading.iteration import SharReader
 from sharmill.training.codes import epoch_of
 
 _READER: Final = "shar_reader"
-# Divided sources of the loader under construction, in the order in which NeMo reads their entries.
+# The divided sources of the loader under construction, in the order in which NeMo reads their entries.
 _made: ContextVar[list[PartitionedCuts]] = ContextVar("_made")
 
 
 @contextmanager
 def collect_sources() -> Iterator[list[PartitionedCuts]]:
-    """Collect the sources that NeMo creates within the context, and reset all of them to the first epoch at its end."""
+    """Collect the sources that NeMo creates within the context; when it ends, reset all of them to the first epoch."""
     sources: list[PartitionedCuts] = []
     token = _made.set(sources)
     try:
@@ -41,25 +41,25 @@ def collect_sources() -> Iterator[list[PartitionedCuts]]:
 
 
 class PartitionedCuts:
-    """The cuts or other examples of an entry that this process reads, one finite pass per iteration or endlessly.
+    """The cuts or other examples of an entry that this process reads; each iteration is one finite pass or endless.
 
-    The option ``shard_seed`` determines how they are divided among the readers of a loader. With a number, every reader
-    gets its part of one order, which is derived from the number. With ``randomized``, the order is derived from
-    ``seed``. With ``trng``, each rank draws its own order and reads all of it, divided among its workers. In a finite
-    pass, ``trng`` works like ``randomized``, since samples would be repeated otherwise.
+    The option ``shard_seed`` determines how the examples are divided among the readers of a loader. With a number,
+    every reader gets its part of one order, which is derived from the number. With ``randomized``, the order is derived
+    from ``seed``. With ``trng``, each rank draws its own order and reads all examples, divided among its workers. In a
+    finite pass, ``trng`` works like ``randomized``, since examples would be repeated otherwise.
 
     Args:
         open_reader: opens a reader with ``shuffle``, ``seed``, ``rank``, ``world_size`` and ``infinite`` of
             ``open_shar``.
         options: options of an entry of ``input_cfg``, including inherited ones. If ``seed``, ``rank`` and
-            ``world_size`` are missing, the values that NeMo gave to the worker process are used. With ``whole_part``,
-            a worker reads the whole part of ``rank``. ``passes`` is the number of epochs of a finite pass.
+            ``world_size`` are missing, the values that NeMo gave to the worker process are used. With ``whole_part``, a
+            worker reads the whole part of ``rank``. ``passes`` is the number of epochs of a finite pass.
 
     Attributes:
-        number: number of this source in its loader; its cuts have it as ``shar_reader``.
+        number: number of this source in its loader, which its cuts store as ``shar_reader``.
         epoch: the next epoch. When NeMo estimates buckets, ranks may read different numbers of epochs, so the epoch is
             reset to the first one before the training.
-        reader: the reader of all iterations after ``count_only_marked``.
+        reader: the reader used by all iterations after a call of ``count_only_marked``.
 
     Raises:
         ConfigError: see ``open_reader``.
@@ -98,7 +98,7 @@ class PartitionedCuts:
         return self._passes * len(self._open_reader())
 
     def count_left(self, epoch: int) -> tuple[int, int]:
-        """Return how many examples of an epoch are left: for the reader with the most, and for this reader."""
+        """Return how many examples of an epoch are left for the reader that has the most, and for this reader."""
         left = self._current.count_left(epoch)
         return int(left.max()), int(left[self._current.part.index])
 
@@ -171,13 +171,16 @@ def parts_of(example: Any) -> Iterator[Any]:
 
 
 def place_of(example: Any) -> tuple[int, ...] | None:
-    """Return the reader, epoch, group, draw, block and item of the first tracked part of an example, or None."""
+    """Return the position of the first tracked part of an example; None if no part is tracked.
+
+    The position consists of the numbers of the reader, epoch, group, draw, block and item.
+    """
     places = ((reader, *part.custom["shar_position"]) for reader, part in marked_parts(example))
     return next(places, None)
 
 
 def marked_parts(example: Any) -> Iterator[tuple[int, Any]]:
-    """Yield the number of the reader and the part for each part of an example that came from a reader."""
+    """For each part of an example that came from a reader, yield the number of the reader and the part."""
     for part in parts_of(example):
         reader = (getattr(part, "custom", None) or {}).get(_READER)
         if reader is not None:

@@ -1,8 +1,8 @@
 """Extensions of lhotse's samplers: resumable buckets, buckets in turn, semi-sorted epochs, and a reporting filter.
 
 NeMo puts one filter per limit between the data and a sampler. Here a single filter applies all limits and reports
-dropped examples. A saved state must count them as consumed, and an infinite stream without any suitable example must be
-an error rather than an endless search.
+dropped examples, for two reasons. A saved state must count dropped examples as consumed, and an infinite stream without
+any suitable example must raise an error rather than be searched forever.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from sharmill.training.nemo.entries import Settings
 from sharmill.training.nemo.partition import PartitionedCuts, marked_parts, parts_of, place_of
 from sharmill.training.nemo.stores import refuse_command
 
-# Examples that may be dropped in a row: the first limit applies once they include a whole epoch of every dataset.
+# Maximum numbers of examples dropped in a row. The first limit applies if they include a whole epoch of every dataset.
 _MIN_DROPPED: Final = 1000
 _MAX_DROPPED: Final = 1_000_000
 
@@ -42,9 +42,9 @@ class SamplerOptions:
     """Settings of one sampler that NeMo's Lhotse loader does not support, or supports only in part.
 
     Attributes:
-        limits: filters by a fractional minimum of tokens; NeMo accepts only integers.
-        independent_buckets: each rank draws its buckets independently; in NeMo, all ranks draw the same ones.
-        sort: creates NeMo's sampler of semi-sorted batches; None for other batches.
+        limits: filters for a fractional ``min_tps`` or ``min_tpt``; NeMo accepts only integers.
+        independent_buckets: each rank draws its buckets independently; in NeMo, all ranks draw the same buckets.
+        sort: creates NeMo's sampler of semi-sorted batches; None if batches are not semi-sorted.
     """
 
     limits: list[Callable[[Any], bool]]
@@ -76,12 +76,12 @@ class SamplerOptions:
         Args:
             dropped: called with each dropped example; None if the sampler need not be resumable.
         """
-        # This filter replaces NeMo's filters in front of the sampler.
+        # This filter replaces the filters that NeMo puts in front of the sampler.
         sampler.cuts = tuple(CutSet(_ReportingFilter(cuts, self.limits, dropped)) for cuts in sampler.cuts)
         if self.independent_buckets:
             sampler.sync_buckets = False
         if dropped is not None and isinstance(sampler, DynamicBucketingSampler):
-            # NeMo has no option for the class of its samplers.
+            # NeMo has no option that sets the class of its samplers.
             sampler.__class__, sampler.bucket_seed = _ResumableBuckets, seed
         if self.sort is not None:
             sampler.__class__, sampler.rank, sampler.world_size, sampler.seed = _SemiSortedSampler, 0, 1, seed
@@ -120,7 +120,7 @@ class _ResumableBuckets(DynamicBucketingSampler):
 class _OldestFirstBucketer(DynamicBucketer):
     """lhotse's buckets, which first deliver the examples of earlier epochs.
 
-    A resume reads the examples again that were buffered before. If they were mixed with new examples, some might stay
+    After a resume, examples that had been buffered are read again. If they were mixed with new examples, some might be
     in the buffers at every stop and never be delivered. ``cuts`` must be an iterator.
     """
 
@@ -153,7 +153,7 @@ class _OldestFirstBucketer(DynamicBucketer):
 
 
 class ManifestBucket:
-    """A manifest whose sampler gets the examples of one epoch per iteration.
+    """A manifest with a sampler of its own, which receives the examples of one epoch per iteration.
 
     Args:
         sampler: sampler of the batches.
@@ -169,7 +169,7 @@ class ManifestBucket:
 
     @cached_property
     def epoch(self) -> int:
-        """The bucket's next epoch, the same for all readers, even those without examples of it."""
+        """The bucket's next epoch, which is the same for all readers, even those without examples of this epoch."""
         return int(self.source.reader.state_dict()["epoch"])
 
     def find_next(self) -> tuple[int, Iterator[Any]]:
@@ -202,14 +202,14 @@ class ManifestBucket:
 class SequentialBuckets:
     """Batches of all buckets in turn, one epoch of each, in an order that readers share or draw independently.
 
-    With a common order, all readers are in the same bucket at every step. A reader with fewer batches than another
-    splits some of them in halves. The rest of an epoch follows from the states of the readers, so a resume continues
-    with it.
+    With a common order, all readers read the same bucket at every step. A reader that has fewer batches than another
+    splits some of its batches in halves. The states of the readers determine which part of an epoch is left, so a
+    resumed training continues with it.
 
     Args:
         buckets: the buckets of NeMo's list of lists.
-        seed: seed of the order of each epoch, drawn as in NeMo's RandomizedChainDataset. None for a fixed order, empty
-            for an order common to all readers.
+        seed: seed of the order of each epoch, which is drawn as in NeMo's RandomizedChainDataset. None keeps a fixed
+            order; an empty string draws an order that is common to all readers.
         finite: end after one epoch.
     """
 
@@ -242,10 +242,11 @@ class SequentialBuckets:
 
 
 class _SemiSortedSampler(DynamicCutSampler):
-    """NeMo's semi-sorted batches, for which all examples of an epoch are sorted by length with noise.
+    """NeMo's semi-sorted batches, for which all examples of an epoch are sorted by length plus noise.
 
     Attributes:
-        sort: creates NeMo's sampler from the lengths. NeMo's sampler divides the batches among ranks, not lhotse's.
+        sort: creates NeMo's sampler from the lengths. NeMo's sampler, rather than lhotse's, divides the batches among
+            ranks.
     """
 
     sort: Callable[..., Any]
@@ -269,7 +270,7 @@ class _SemiSortedSampler(DynamicCutSampler):
 
 
 def _epoch_in(item: tuple[Any]) -> tuple[int, int]:
-    """Return the reader and the epoch of an example in a bucket."""
+    """Return the numbers of the reader and the epoch of an example in a bucket."""
     reader, epoch, *_ = place_of(item[0]) or (-1, 0)
     return reader, epoch
 

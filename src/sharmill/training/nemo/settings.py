@@ -1,7 +1,7 @@
 """Reading, checking and preparing the settings of a training loader.
 
-NeMo's loader ignores unknown keys. Under some settings that look harmless, it gives samples to several ranks or to
-none. Both are errors here.
+NeMo's loader ignores unknown keys, and under some settings that look harmless, it gives examples to several ranks or to
+none. Here, both raise an error.
 """
 
 import copy
@@ -45,7 +45,7 @@ _LIMITS: Final = ("duration", "tps", "tokens", "tpt")
 # Settings that are not checked against NeMo's types, because other checks apply or the types are too narrow.
 _UNTYPED: Final = ("input_cfg", "min_tps", "min_tpt", "seed", "shard_seed", "sampler_weights")
 
-# The number per rank that lhotse adds to the seed of a worker process.
+# For each rank, lhotse adds a multiple of this number to the seed of a worker process.
 _SEEDS_PER_RANK: Final = 100_000
 
 # Keys that NeMo takes from the top level of a multi_config, ignoring values in its sections.
@@ -72,7 +72,7 @@ def read_yaml(path: str | os.PathLike[str]) -> DictConfig | ListConfig:
 
 
 def resolve(settings: Any, origin: str = "the settings") -> Any:
-    """Return a plain or OmegaConf dict or list as a plain one with resolved interpolations.
+    """Convert a dict or list, plain or of OmegaConf, to a plain one with resolved interpolations.
 
     Args:
         origin: name of the settings in messages.
@@ -120,7 +120,10 @@ def _inline_files(settings: Settings) -> None:
 
 
 def read_train_settings(path: str | Path, section: str = "train_ds") -> Settings:
-    """Read a loader's settings from a YAML file: ``section`` as NeMo's recipes nest it or, without it, the whole file.
+    """Read a loader's settings from a YAML file.
+
+    The settings are the content of ``section`` at one of its usual places in NeMo's recipes; without the section, they
+    are the whole file.
 
     Raises:
         ConfigError: the file cannot be read or has no settings of a loader.
@@ -175,7 +178,7 @@ def check_types(section: Settings) -> None:
 
 
 def check_batches(section: Settings) -> None:
-    """Check the settings by which one sampler sizes batches and measures examples, in the form that NeMo gets.
+    """Check the settings with which one sampler sizes batches and measures examples, in the form that NeMo receives.
 
     If text is measured in tokens and ``prompt_format`` is not set, it is set to plain with a warning.
 
@@ -204,7 +207,7 @@ def check_batches(section: Settings) -> None:
         resolve_format(prompt, "prompt_format")
     limit, duration = "batch_tokens" if in_tokens else "batch_duration", "token_equivalent_duration"
     sources = sources_of(section)
-    # The value of an entry applies only to its conversations.
+    # A token_equivalent_duration of an entry applies only to the entry's conversations.
     set_by_entries = not _has_plain_audio(section) and any(source.get(duration) is not None for source in sources)
     has_duration = set_by_entries or section.get(duration) is not None
     refuse(
@@ -256,10 +259,10 @@ def check_bins(bins: Any, name: str = "bucket_duration_bins") -> None:
 
 
 def resolve_format(name: str, setting: str) -> "type[PromptFormatter]":
-    """Return NeMo's prompt formatter of this name.
+    """Return NeMo's prompt formatter with this name.
 
     Args:
-        setting: setting that gives the name, for messages.
+        setting: name of the setting that contains ``name``, for messages.
 
     Raises:
         ConfigError: there is no such formatter.
@@ -287,7 +290,7 @@ def prepare_settings(cfg: Mapping[str, Any], rank: int, world_size: int) -> Sett
     """Return a checked and resolved copy of the settings for NeMo's loader, with the options of sharmill's readers.
 
     Raises:
-        ConfigError: a key is unknown, or ranks would get examples twice or not at all.
+        ConfigError: a key is unknown, or several readers or no reader would get an example.
     """
     from lhotse.dataset.dataloading import resolve_seed
 
@@ -321,7 +324,8 @@ def prepare_settings(cfg: Mapping[str, Any], rank: int, world_size: int) -> Sett
     for section in filter(is_map_style, sections):
         section["force_map_dataset"] = True  # the style must not change when entries are replaced below
     for entry, entry_seed in sources:
-        # NeMo does not find audio beside a manifest in an object store. sharmill reads such entries, even in map style.
+        # NeMo does not find audio next to a manifest in an object store, so sharmill reads such entries, even in map
+        # style.
         in_store = map_style and any(map(is_stored, texts_in(entry)))
         if (in_store or not map_style) and is_divisible(entry):
             entry |= {"of_type": entry["type"], "type": DIVIDED} | ({"force_finite": True} if in_store else {})
@@ -389,12 +393,12 @@ def section_names(settings: Settings) -> list[str]:
 
 
 def sources_of(settings: Settings) -> list[Settings]:
-    """Return all entries of all samplers that read data themselves."""
+    """Return the entries of all samplers, at all levels, that read data themselves."""
     return [source for section in sections_of(settings) for source, _ in _sources(section, 0)]
 
 
 def tag_names(settings: Settings) -> list[str]:
-    """Return the names of all tags that entries give their data, at all levels, in order."""
+    """Return the names of all tags that entries set, at all levels, without repetitions and in order."""
     return list(dict.fromkeys(name for entry in entries_of(settings) for name in entry.get("tags") or ()))
 
 
@@ -461,7 +465,7 @@ def _sources(settings: Settings, shard_seed: int | str) -> Iterator[tuple[Settin
 
 
 def is_map_style(section: Settings) -> bool:
-    """Return True if NeMo would sample in the main process (map style), by the same rules as NeMo."""
+    """Return True if NeMo would sample in the main process (map style); the rules are those of NeMo."""
     if section.get("force_map_dataset", False) or section.get("force_iterable_dataset", False):
         return bool(section.get("force_map_dataset", False))
     entry, _ = next(_sources(section, 0), ({}, 0))
@@ -477,7 +481,7 @@ def _check_orders(
     map_style: bool,
     common_seed: bool,
 ) -> None:
-    """Raise ConfigError if readers would get examples twice or not at all.
+    """Raise ConfigError if several readers or no reader would get an example.
 
     In map style, all ranks draw the same order, and each rank's sampler takes every n-th batch. Readers of streams take
     their parts of a common order. Data that cannot be divided is read completely by every worker.

@@ -1,7 +1,7 @@
 """Cached copies of files in object stores (``ais://``, ``s3://``, ``gs://``), which NeMo reads in place of the URLs.
 
-If NeMo read from the store, a truncated tar would lose its end with only a warning, and lhotse would send all URLs to
-AIStore. The cache is in the folder ``NEMO_DATA_STORE_CACHE_DIR`` or, if that is not set, in the user's cache.
+If NeMo read from the store, it would drop the rest of a truncated tar with only a warning, and lhotse would send all
+URLs to AIStore. The cache is in the folder ``NEMO_DATA_STORE_CACHE_DIR`` or, if that is not set, in the user's cache.
 """
 
 import os
@@ -17,7 +17,7 @@ from sharmill.files.clients import FETCHES_AT_ONCE, Version
 from sharmill.files.location import RemoteLocation
 
 _SCHEMES: Final = re.compile(r"(ais|s3|gs)://")
-# References to the latest copies, so that they are not evicted before NeMo opens them.
+# References to the latest copies, which prevent their eviction before NeMo opens them.
 _held: Final[deque[Path]] = deque(maxlen=4 * FETCHES_AT_ONCE)
 
 
@@ -45,7 +45,9 @@ def version_of(url: str) -> Version:
 
 
 def refuse_command(source: Any) -> None:
-    """Raise ConfigError if audio is a command: NeMo accepts pipe:// in manifests as a URL, and lhotse would run it."""
+    """Raise ConfigError if audio is a command; NeMo accepts pipe:// in manifests as a URL, and lhotse would run the
+    command.
+    """
     if isinstance(source, str) and source.startswith("pipe:"):
         raise ConfigError(
             f"audio of the data is a command, which is not run: {source!r}; name a file", code="bad_manifest"

@@ -1,4 +1,4 @@
-"""Tensor parallelism for NeMo's SALM and DuplexS2SModel by Hugging Face's plans; importing this module enables it.
+"""Tensor parallelism for NeMo's SALM and DuplexS2SModel using Hugging Face's plans; importing this module enables it.
 
 The plans in NeMo 3.0.0 do not match the layers of transformers 5. Hugging Face has a plan for each LLM architecture.
 """
@@ -31,7 +31,7 @@ def divide_llm(model: SALM | DuplexS2SModel) -> None:
     mesh = model.device_mesh
     if _is_divided(model):
         _divide_layers(model.llm, mesh["tensor_parallel"], model.embed_tokens)
-        # With this mesh, NeMo shards the rest as if there were no tensor parallelism.
+        # With this mesh, NeMo shards the rest of the model as if there were no tensor parallelism.
         model._device_mesh = {
             "tensor_parallel": SimpleNamespace(size=lambda: 1),
             "data_parallel": mesh["data_parallel"],
@@ -46,7 +46,7 @@ def clip_gradients(
     gradient_clip_val: float | None = None,
     gradient_clip_algorithm: str | None = None,
 ) -> None:
-    """Clip gradients by their total norm; torch cannot do this if only some of them are sharded among ranks."""
+    """Clip gradients by their total norm; torch cannot do this if only some gradients are sharded among ranks."""
     if not _is_divided(model) or not gradient_clip_val or gradient_clip_algorithm == "value":
         model.clip_gradients(
             optimizer, gradient_clip_val=gradient_clip_val, gradient_clip_algorithm=gradient_clip_algorithm

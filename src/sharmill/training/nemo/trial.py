@@ -1,4 +1,4 @@
-"""Trials of a training loader without loading audio, for ``sharmill doctor train.yaml`` and ``sharmill verify-resume``.
+"""Trial runs of a training loader without audio, for ``sharmill doctor train.yaml`` and ``sharmill verify-resume``.
 
 A trial produces the first batches of one rank in this process, or of all ranks in new processes.
 """
@@ -35,9 +35,9 @@ from sharmill.training.nemo.settings import (
 )
 from sharmill.training.tokenizers import PromptTokenizer, load_tokenizer
 
-# Maximum number of examples that are read to count those that pass the filters.
+# Maximum number of examples that are read to count how many pass the filters.
 _MAX_COUNTED: Final = 1_000_000
-# A larger fraction of dropped examples is an error.
+# Maximum fraction of dropped examples; a larger fraction is reported as an error.
 _MAX_DROPPED_SHARE: Final = 0.25
 # Keys that name the data of an entry; the first one that is set is shown.
 _DATA_KEYS: Final = (
@@ -52,7 +52,7 @@ class SeenExample:
     """An example that a trial has seen.
 
     Attributes:
-        place: position of the example; None for data that is not divided.
+        place: position of the example; None for data that is not divided among readers.
         seconds: durations of its cuts.
         tokens: number of tokens of its text or of the whole conversation; 0 if nothing was tokenized.
         bucket: numbers of the sampler and of its bucket for the example; the bucket is None if there are no buckets.
@@ -95,7 +95,8 @@ def _try_ranks(
 ) -> tuple[list[list[list[SeenExample]]], dict[str, Any]]:
     """Return the batches of each rank and the merged state of all ranks.
 
-    The ranks run one after the other. Each is forked from this process, which must be new and imports NeMo only once.
+    The ranks run one after the other, each in a fork of this process. This process must be new; it imports NeMo once
+    for all ranks.
     """
     trials = []
     with quiet_nemo():
@@ -114,7 +115,7 @@ def _places(ranks: Sequence[list[list[SeenExample]]]) -> list[Place]:
 
 
 class SeenDataset(torch.utils.data.Dataset):
-    """A dataset of batches of ``SeenExample``, which loads no audio.
+    """A dataset that turns examples into batches of ``SeenExample`` without loading audio.
 
     Examples of entries that are not divided have no position and are attributed to the first sampler.
     """
@@ -129,7 +130,7 @@ class SeenDataset(torch.utils.data.Dataset):
             determine_sampling_constraint(CutSet(), bins, SimpleNamespace(**defaults | section))[1]
             for bins, section in zip(self._bins, sections, strict=True)
         ]
-        # Readers are numbered like the divided entries of all samplers.
+        # A reader has the same number as its entry among the divided entries of all samplers.
         self._samplers = [
             number for number, section in enumerate(sections) for source in sources_of(section)
             if is_divided(source)
@@ -218,7 +219,9 @@ def _examine(
 
 
 def _count(settings: Settings, tokenizer: str | None) -> list[tuple[int, int | None]]:
-    """Return for each entry the number of examples (0 if unknown), and how many pass the filters (None if unknown)."""
+    """Return for each entry its number of examples (0 if unknown), and how many of them pass the filters (None if
+    unknown).
+    """
     from sharmill.training.nemo.input_type import entry_size
 
     whole = resolve_settings(settings) | {"force_finite": True, "num_workers": 0, "sampler_fusion": "round_robin"}
@@ -244,7 +247,7 @@ def _has_buckets(section: Settings) -> bool:
 
 
 def _setting_errors(prepared: Settings) -> Iterator[str]:
-    """Yield an error for each setting that has no effect or fails for coded data."""
+    """Yield an error for each setting that has no effect, or that fails because the data are codes."""
     for section in sections_of(prepared):
         number, bins = section.get("num_buckets"), section.get("bucket_duration_bins") or ()
         if number is not None and not _has_buckets(section) and "use_bucketing" not in section:
@@ -285,7 +288,7 @@ def _check_division(
     ranks: int,
     tokenizer: str | None,
 ) -> Iterator[str]:
-    """Yield advice and errors about the division of the data among readers, if its size is known."""
+    """Yield advice and errors about the division of the data among readers, unless its size is unknown or very large."""
     if not 0 < size <= _MAX_COUNTED:
         return
     readers = ranks * max(1, int(prepared.get("num_workers", 0)))
@@ -364,8 +367,8 @@ def stop_and_resume(
     """Check that a loader resumes exactly: stop and resume it ``num_stops`` times without a model, and yield a report.
 
     Each round runs every rank in a new process for ``num_batches``, alternating between ``ranks`` and ``then`` ranks.
-    No example may come twice in an epoch. The first resume runs twice, in two new processes, and must give the same
-    batches. All completed epochs must have the same number of examples as an uninterrupted epoch on a single rank.
+    No example may occur twice in an epoch. The first resume runs twice, in two new processes, and both must yield the
+    same batches. All completed epochs must have the same number of examples as an uninterrupted epoch on a single rank.
 
     Raises:
         ConfigError: a check failed (``wrong_state``), or the settings do not allow a resume.
@@ -393,7 +396,7 @@ def stop_and_resume(
             yield f"{world_size} ranks: {batches} batches, {len(_places(parts))} examples"
         unstopped: Counter[tuple[int, ...]] = Counter()
         if any(progress["epoch"] for progress in state["readers"]):
-            # A single rank buffers other examples, so it may need more batches for the same epochs.
+            # A single rank buffers different examples, so it may need more batches for the same epochs.
             parts, whole = first.submit(_try_ranks, settings, 1, total + num_batches, tokenizer, None).result()
             ended = [reader for reader, progress in enumerate(whole["readers"]) if progress["epoch"]]
             unstopped = Counter(place[:1] for place in _places(parts) if place[0] in ended and place[1] == 0)
@@ -415,7 +418,7 @@ def _check_epochs(
     Args:
         counted: numbers of examples by entry and epoch.
         unstopped: numbers of examples by entry in an epoch without stops, if one was completed.
-        remedy: advice if no epoch was completed.
+        remedy: advice for entries of which no epoch was completed.
     """
     for reader, progress in enumerate(state["readers"]):
         counts, expected = [counted[reader, epoch] for epoch in range(progress["epoch"])], unstopped[reader,]

@@ -1,4 +1,5 @@
-"""Chooses contexts for the utterances of a speaker group, or checks the given ones, and explains each rejection."""
+"""Chooses the contexts of a speaker group's utterances, or checks contexts given in the manifest, and explains rejects.
+"""
 
 import math
 import sys
@@ -63,7 +64,7 @@ class ContextChooser:
         return duration >= self.match.min_duration and (longest is None or duration <= longest)
 
     def choose(self, group: list[Utterance], segments: list[EmbeddedSegment]) -> list[Utterance | RejectRecord]:
-        """Return each utterance of a group with its context, or a reject with the reason why it has none.
+        """Return each utterance of a group with its context, or a RejectRecord with the reason why it has none.
 
         Args:
             segments: embedded segments of the utterances, in the same order.
@@ -130,9 +131,7 @@ class ContextChooser:
         return next((root.name_of(name) for root in sources if root.has(name)), name)
 
     def _draw_pool(self, group: list[Utterance], seed: int) -> np.ndarray:
-        """Return a mask (N,) of a random pool of at most ``max_speaker_items`` utterances whose durations permit a
-        context.
-        """
+        """Return a random mask (N,) of at most ``max_speaker_items`` utterances with permitted durations."""
         long_enough = np.flatnonzero([self.long_enough(utterance.segment.duration) for utterance in group])
         size = min(len(long_enough), self.match.max_speaker_items or len(group))
         pool = np.zeros(len(group), dtype=bool)
@@ -171,7 +170,7 @@ class ContextChooser:
         }
 
     def _no_context(self, best_similarity: float, copy: tuple[Utterance, float] | None) -> RejectRecord:
-        """Return a reject with the reason why an utterance has no context.
+        """Return a RejectRecord with the reason why an utterance has no context.
 
         Args:
             best_similarity: similarity of the best candidate; -inf if there is no candidate.
@@ -198,14 +197,15 @@ class ContextChooser:
         return f"at least {match.min_duration:g} s (match.min_duration){longest} and satisfies the other limits"
 
     def read_given(self, utterances: Sequence[Utterance]) -> dict[int, Context | RejectRecord]:
-        """Return the contexts given in the records, or rejects that say why they cannot be used, keyed by record
-        number.
+        """Return the contexts given in the records, keyed by record number; a RejectRecord replaces an unusable
+        context.
 
         Missing keys of a context are filled in, except the similarity, which becomes NaN and is computed by ``keep``.
 
         Args:
-            utterances: utterances of a unit. If a given context is one of them, its missing texts and its location are
-                taken from that utterance. Any other context must be a file below the audio root of its record.
+            utterances: utterances of a unit. If a given context is one of them, its location, its ids and any missing
+                texts are taken from that utterance. Any other context must be a file below the audio root of its
+                record.
         """
         known = {_segment_key(one.segment): one for one in utterances}
         found: dict[int, Context | RejectRecord] = {}
@@ -253,11 +253,11 @@ class ContextChooser:
     def keep(
         self, utterance: Utterance, given: Context | RejectRecord, found: dict[Segment, EmbeddedSegment | RejectRecord]
     ) -> Utterance | RejectRecord:
-        """Return an utterance with the context given in its record, or a reject that says why the context cannot be
-        used.
+        """Return an utterance with the context given in its record, or a RejectRecord if the context cannot be used.
 
         Args:
-            found: embedded segments or rejects, by segment.
+            given: result of ``read_given`` for the utterance.
+            found: result of embedding each segment.
         """
         if isinstance(given, RejectRecord):
             return given
@@ -309,17 +309,17 @@ def min_similarity(match: MatchConfig) -> float:
 
 
 def _number_values(values: Iterable[Hashable], numbers: dict[Any, int] | None = None) -> np.ndarray:
-    """Return a number for each value, int64 (N,), the same for equal values.
+    """Return an integer id for each value, int64 (N,); equal values get the same id.
 
     Args:
-        numbers: numbers assigned in advance, by value; new values are numbered from its length.
+        numbers: ids assigned in advance, by value; new ids are counted from its size.
     """
     numbers = {} if numbers is None else numbers
     return np.array([numbers.setdefault(value, len(numbers)) for value in values], dtype=np.int64)
 
 
 def _stack(rows: list[Any]) -> Any:
-    """Stack embeddings into an array (N, D), or for a large group on a GPU, into a tensor on that GPU."""
+    """Stack embeddings into an array (N, D) or, for a large group on a GPU, into a tensor on that GPU."""
     if isinstance(rows[0], np.ndarray):
         return np.stack(rows)
     import torch
@@ -335,7 +335,7 @@ def _with_context(utterance: Utterance, context: Context) -> Utterance:
 
 
 def _bad_context(reject: RejectRecord) -> RejectRecord:
-    """Return a reject for a record whose given context is unusable for the reason of ``reject``."""
+    """Return the RejectRecord of a record whose given context is unusable for the reason in ``reject``."""
     return RejectRecord("bad_context", f"the context given in the record: {reject.reason}: {reject.detail}")
 
 

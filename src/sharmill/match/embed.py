@@ -108,14 +108,14 @@ class Embedder:
     def __call__(
         self, segments: Sequence[Segment], advance: Callable[[float], None] = lambda seconds: None
     ) -> list[EmbeddedSegment | RejectRecord]:
-        """Return the embedding of every segment, or a reject with the reason why it has none; see ``finish``."""
+        """Return the embedding of every segment, or a RejectRecord with the reason why it has none; see ``finish``."""
         return self.finish(self.begin(segments), advance)
 
     def begin(self, segments: Sequence[Segment]) -> PendingSegments:
         """Start decoding segments in the feeders.
 
-        The feeders hold a few batches of audio in memory. The segments of a recording with several segments are kept
-        together, in a temporary file if they need much memory.
+        The feeders hold a few batches of audio in memory. If a recording has several segments, the decoded segments are
+        kept until they are used, in a temporary file if they need much memory.
         """
         batches = padded_batches([segment.duration for segment in segments], self.batch_seconds)
         once = SegmentsOnce[np.ndarray, Any](
@@ -130,7 +130,7 @@ class Embedder:
         advance: Callable[[float], None] = lambda seconds: None,
         when_all_begun: Callable[[], None] = lambda: None,
     ) -> list[EmbeddedSegment | RejectRecord]:
-        """Return the embedding of every segment, or a reject with the reason why it has none.
+        """Return the embedding of every segment, or a RejectRecord with the reason why it has none.
 
         Args:
             advance: called after each batch, with its seconds of audio.
@@ -197,8 +197,8 @@ def sample_voices(
     found: list[tuple[str, str]] = []
     for name, members in sorted(groups, key=lambda group: _draw(unit_id, group[0])):
         chosen = sorted(members, key=lambda member: _draw(unit_id, member[0]))[:_VOICES_PER_GROUP]
-        # A few voices of a group would not show how similar they all are, so the members drawn from a group are
-        # included together or not at all.
+        # The report shows how similar the voices of a group are, so the voices drawn from a group are included either
+        # all together or not at all.
         if wanted < len(chosen) and _draw(f"share of {unit_id}", name) / 2**64 >= wanted / len(chosen):
             break
         found += [(name, pack_voice(embedding)) for _, embedding in chosen]

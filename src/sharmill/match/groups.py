@@ -38,7 +38,7 @@ def divide(
     begin = position = 0
     until = np.append(0.0, np.cumsum(seconds, dtype=np.float64))
     ends = np.append(np.flatnonzero(groups[1:] != groups[:-1]) + 1, len(groups)) if len(groups) else groups
-    # A list of Python integers would need ten times the memory of the array.
+    # Converting the array to a list of Python integers would need ten times its memory.
     for end in map(int, ends):
         too_large = max_group is not None and end - position > max_group
         if begin < position and (too_large or until[end] - until[begin] > unit_seconds):
@@ -56,8 +56,7 @@ def divide(
 
 
 def write_candidates(path: Path, dataset: Path, root: int, speaker_key: SpeakerKey) -> np.ndarray:
-    """Write the cuts of a dataset as lines of a manifest, and return their columns, (N,) with the dtype
-    ``stages.lines.LINE``.
+    """Write a dataset's cuts as lines of a manifest, and return the columns of the lines, ``stages.lines.LINE`` (N,).
 
     The lines have the original paths and times, but refer to the audio stored in the tars of the dataset.
 

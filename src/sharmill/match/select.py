@@ -29,7 +29,7 @@ _IndexArray = NDArray[np.int64]
 
 _STEPS: Final = 2.0**24  # steps per unit of similarity: every multiple of 2**-24 in [-1, 1] is exact in float32
 _BLOCK_ELEMENTS: Final = 2**21  # 16 MiB of float64, which fit in the cache and are large enough for a fast product
-_GPU_BLOCK_ELEMENTS: Final = 2**27  # 1 GiB, so that few kernels are launched and each is long enough
+_GPU_BLOCK_ELEMENTS: Final = 2**27  # 1 GiB of float64, so that there are few kernel launches and each does much work
 _MIN_BLOCK_ROWS: Final = 64  # smaller blocks would read the candidates from memory too often
 _MICROSECONDS: Final = 1e6
 _WORD: Final = re.compile(r"[\w']+")
@@ -167,9 +167,7 @@ def _to_numpy(values: Any, dtype: Any = None) -> NDArray[Any]:
 
 
 def _times(name: str, values: ArrayLike, num_rows: int, least: float) -> NDArray[np.float64]:
-    """Return ``values`` as float64 seconds (num_rows,); raise ValueError if a value is not finite or is below
-    ``least``.
-    """
+    """Return ``values`` as float64 seconds (num_rows,); raise ValueError unless all are finite and >= ``least``."""
     seconds = _to_numpy(values, np.float64)
     require(seconds.shape == (num_rows,), f"{name} must have shape ({num_rows},), got {seconds.shape}")
     require(bool(np.isfinite(seconds).all() and (seconds >= least).all()), f"{name} must be finite, at least {least} s")
@@ -194,7 +192,7 @@ def _unit_rows(embeddings: Any) -> Any:
     require(rows.ndim == 2, f"embeddings must have shape (N, D), got {tuple(rows.shape)}")
     if 0 in rows.shape:
         return rows
-    # Processed in parts, since temporary copies of all rows would need too much memory.
+    # The rows are processed in parts, since temporary copies of all rows would need too much memory.
     step = max(1, _BLOCK_ELEMENTS // rows.shape[1])
     parts = [rows[start : start + step] for start in range(0, len(rows), step)]
     num_broken = sum(int((~(abs(part) < math.inf)).any(1).sum()) for part in parts)  # also counts NaN
@@ -230,7 +228,7 @@ class _Ranges:
     ends: _IndexArray | None = None
 
     def pairs(self, block: slice) -> tuple[_IndexArray, _IndexArray]:
-        """Return the excluded pairs of a block: arrays of rows in the block and of indices into the list of candidates."""
+        """Return the excluded pairs of a block, as arrays of rows in the block and of indices of candidates."""
         first = self.first[block]
         counts = np.maximum(self.stop[block] - first, 0)
         row = np.repeat(np.arange(len(counts)), counts)
@@ -250,9 +248,7 @@ def _exclusions(
     texts: ArrayLike | None,
     contents: ArrayLike | None,
 ) -> list[_Ranges]:
-    """Collect the excluded candidates: the utterance itself, overlapping segments, utterances with the same text,
-    copies.
-    """
+    """Collect the excluded candidates: the utterance itself, overlapping segments, the same text, and copies."""
     num_rows = len(seconds)
     exclusions = [_same_ids(np.arange(num_rows), columns)]
     require(
@@ -322,7 +318,7 @@ class _SharedWords:
         self._limit = limit
 
     def pairs(self, block: slice) -> tuple[_IndexArray, _IndexArray]:
-        """Return the excluded pairs of a block: arrays of rows in the block and of indices into the list of candidates."""
+        """Return the excluded pairs of a block, as arrays of rows in the block and of indices of candidates."""
         common = (self._rows[block] @ self._candidates).tocoo()
         row, candidate = common.coords
         fewer = np.minimum(self._sizes[block][row], self._candidate_sizes[candidate])
@@ -363,7 +359,7 @@ def _best_candidates(
         block = slice(start, min(start + block_size, num_rows))
         # Scaling by a power of two is exact.
         scores = (units[block] * _STEPS) @ candidates.T
-        # Rounded in place, because allocating memory for each block costs more than the rounding.
+        # Rounding in place avoids an allocation of memory for each block, which would cost more than the rounding.
         scores = scores.round_() if _is_tensor(scores) else np.rint(scores, out=scores)
         for exclusion in exclusions:
             row, candidate = exclusion.pairs(block)

@@ -54,12 +54,14 @@ from sharmill.stages.speaker_key import make_speaker_key
 # is lost if a rank dies. With 50 units per rank (20,000 h on 1,024 ranks), all ranks finish within 2 % of each other.
 _UNITS_WANTED = 64
 _UNIT_SECONDS: Final = (60.0, 1200.0)
-# A folder contains one claim file per unit. With this limit, each unit of a million hours of audio has ten hours.
+# Limits the number of claim files, of which a folder has one per unit. A million hours of audio then have units of ten
+# hours.
 _MAX_UNITS = 100_000
 CANDIDATES: Final = "candidates.jsonl"
 CANDIDATE_OFFSETS: Final = "candidates.npy"
-# Chosen from 8, 16, 32, 60 and 600 s by measurements with a small TitaNet and resemblyzer. Batches of 8 s take a fifth
-# longer, 32 and 60 s gain almost nothing, and 600 s spend most of the time on page faults.
+# Chosen from 8, 16, 32, 60 and 600 s by measurements with a small TitaNet and resemblyzer. Compared with 16 s, batches
+# of 8 s take a fifth longer, batches of 32 and 60 s gain almost nothing, and batches of 600 s spend most of the time on
+# page faults.
 _CPU_BATCH_SECONDS = 16.0
 
 
@@ -155,9 +157,7 @@ class MatchStage(Stage):
 
 
 def facts_of(match: MatchConfig, devices: list[str]) -> dict[str, Any]:
-    """Return the facts about contexts for the index of a dataset: their limits, and the encoder's precision and
-    devices.
-    """
+    """Return the facts about contexts for a dataset's index: their limits, and the encoder's precision and devices."""
     limits = {
         "min_similarity": min_similarity(match), "min_duration": match.min_duration, "max_duration": match.max_duration,
     }  # fmt: skip
@@ -203,7 +203,7 @@ class MatchProcessor(AheadProcessor[_Begun]):
         self.device_kind = device_kind
         self._plan = run.plan_folder
         self._manifest = run.product("prepare/manifest")
-        # Memory-mapped, because a rank needs only the lines of its own units.
+        # The offsets are memory-mapped, because a rank needs only the lines of its own units.
         self._offsets = map_stored_array(run.product(f"prepare/{OFFSET}"))
         self._embed = embed
         self._order = map_stored_array(self._plan / "order.npy")
@@ -213,8 +213,8 @@ class MatchProcessor(AheadProcessor[_Begun]):
         """Start decoding the audio of a unit.
 
         Returns:
-            The speaker groups of the unit; the contexts given in records, or their rejects, by record number; and the
-            segments that must be embedded.
+            The speaker groups of the unit; the contexts given in its records, by record number, with a RejectRecord for
+            each unusable context; and the segments that must be embedded.
         """
         utterances = self._read(unit)
         groups = [list(group) for _, group in groupby(utterances, key=self._chooser.group_key)]
@@ -268,7 +268,7 @@ class MatchProcessor(AheadProcessor[_Begun]):
         given: dict[int, Context | RejectRecord],
         found: dict[Segment, EmbeddedSegment | RejectRecord],
     ) -> Iterator[tuple[Utterance, Utterance | RejectRecord]]:
-        """Yield each utterance of a group, with either its copy that has a context or a reject."""
+        """Yield each utterance of a group, with either a copy of it that has a context or a RejectRecord."""
         left: list[Utterance] = []
         for utterance in group:
             own = found.get(utterance.segment)

@@ -111,7 +111,7 @@ def load_audio(cut: MonoCut, field: str, sampling_rate: int) -> np.ndarray:
 
 
 def mono(samples: np.ndarray, what: str) -> np.ndarray:
-    """Return the single channel of samples (channels, time) as float32 (time,); raise ValueError if there are several."""
+    """Return the only channel of samples (channels, time) as float32 (time,); raise ValueError if there are several."""
     refuse_example((len(samples) != 1, f"{what} has {len(samples)} channels: mono is required"))
     return samples[0].astype(np.float32, copy=False)
 
@@ -149,9 +149,7 @@ def recording_of(cut: MonoCut) -> Recording | None:
 
 
 def _perturbations(cut: MonoCut) -> str:
-    """Return the names of lhotse's transforms of the cut's recording, such as ``Speed``, joined by commas; omit
-    resampling.
-    """
+    """Return the names of the recording's transforms, such as ``Speed``, in one string; resampling is left out."""
     transforms = (cut.recording.transforms if cut.recording is not None else None) or []
     names = [one["name"] if isinstance(one, dict) else type(one).__name__ for one in transforms]
     return ", ".join(name for name in names if name != "Resample")
@@ -302,7 +300,7 @@ class ContextDraws:
         return ContextSlice(draws.randint(0, max(0, num_frames - length)), length, num_frames, frame_shift)
 
     def draw_codes(self, cut: MonoCut, codec: CodecForm) -> tuple[ContextSlice, np.ndarray]:
-        """Draw a slice of a cut's context, and return it with its codes between BOS and EOS, int64 (codebooks, frames)."""
+        """Draw a slice of a cut's context; return it with its codes between BOS and EOS, int64 (codebooks, frames)."""
         codes = load_array(cut, CONTEXT_CODES)
         part = self.draw(cut, codes.shape[-1], codec.frame_shift)
         return part, _check_and_mark(_slice_wrapped(codes, part.first, part.length), codec, codec.context_marks, cut)

@@ -209,7 +209,7 @@ def _worker_processes(fn: Callable[[T], R], num_workers: int) -> Iterator[Callab
 
     Items and results are pickled and sent through one pipe per process. Thus no queue or intermediate thread can block,
     and no tensor in shared memory disappears with the process that created it. The processes import the function's
-    modules in the background. All of them must be idle when the context exits; the exit waits for them to end.
+    modules in the background. All processes must be idle when the context exits, which waits for them to end.
 
     Raises:
         Exception: the function cannot be pickled.
@@ -250,7 +250,7 @@ def _worker_processes(fn: Callable[[T], R], num_workers: int) -> Iterator[Callab
 
 def _map_items(connection: Connection, function: bytes) -> None:
     """Process items in a worker process until an empty message arrives."""
-    # Waiting OpenMP threads use their cores, so the threads of several workers would slow each other down.
+    # OpenMP threads spin while they wait, so the threads of several workers would slow each other down.
     os.environ["OMP_NUM_THREADS"] = "1"
     # If torch is already imported, for example by the program's main module, it no longer reads the environment.
     if (torch := sys.modules.get("torch")) is not None:

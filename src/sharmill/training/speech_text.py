@@ -53,7 +53,7 @@ class ContextSpeechDataset(torch.utils.data.Dataset[Batch]):
     ``tags``                     list of B             for each cut, a dict of the requested ``tags`` that it has;
                                                        only if ``tags`` are requested
     ``durations``                float32 (B,)          seconds of the target
-    ``similarity``               float32 (B,)          between target and context; NaN if unknown
+    ``similarity``               float32 (B,)          speaker similarity of target and context; NaN if unknown
     ``text_tokens``              int64 (B, N)          padded with ``text_pad_id``; only with a ``tokenizer``
     ``text_lens``                int64 (B,)            number of tokens, including BOS and EOS
     ``target_codes``             int64 (B, C, T)       BOS, codes, EOS in every codebook; padded with ``code_pad_id``
@@ -72,8 +72,8 @@ class ContextSpeechDataset(torch.utils.data.Dataset[Batch]):
     ``audio_16khz_lens``         int64 (B,)            number of samples without padding
     ============================ ===================== =========================================================
 
-    Cuts may be truncated: the target follows the cut, and the context stays whole. Cuts may be perturbed (speed,
-    volume) only if the target is loaded as audio, because codes cannot be perturbed. Mixed cuts are refused.
+    Cuts may be truncated: the target is truncated with the cut, whereas the context stays whole. Cuts may be perturbed
+    (speed, volume) only if the target is loaded as audio, because codes cannot be perturbed. Mixed cuts raise an error.
 
     Cuts may be padded at their end, for example by the loader's ``pad_min_duration: 30``. Lengths and ``durations``
     exclude this padding. The tensors of the target, and of the target's ``audio_16khz``, include it: they are as long
@@ -91,12 +91,13 @@ class ContextSpeechDataset(torch.utils.data.Dataset[Batch]):
             sampling rate too. None for data without codes: batches then contain audio.
         tokenizer: a function from text to ids, or a mapping from languages to such functions; None for data without
             text.
-        context: False to omit contexts, or for data without them.
+        context: add contexts; use False for data without contexts.
         context_duration_min: minimum length of a slice in seconds; a shorter context is repeated from its beginning.
         context_duration_max: maximum length of a slice in seconds; a longer context is cut at a random place. See
             ``ContextDraws``.
-        audio_16khz: add audio of the target or of the context at 16 kHz, for speaker models.
-        tags: names of tags that the entries of ``input_cfg`` give their cuts, to distinguish groups within a batch.
+        audio_16khz: ``target`` or ``context`` to add its audio at 16 kHz, for speaker models.
+        tags: names of the tags to return, which distinguish groups within a batch. Entries of ``input_cfg`` set the
+            tags of their cuts.
         text_field: ``text`` for the text of the supervision; any other name is looked up in its ``custom``.
         text_bos_id: added before the tokens if it is not None.
         text_eos_id: added after the tokens if it is not None.
@@ -231,9 +232,7 @@ class ContextSpeechDataset(torch.utils.data.Dataset[Batch]):
         return batch
 
     def _audio_form(self, cuts: list[MonoCut]) -> tuple[int, int]:
-        """Return the sampling rate of a batch's audio in Hz, and the number of samples per frame, which is 1 without a
-        codec.
-        """
+        """Return the sampling rate (Hz) of a batch's audio, and the number of samples per frame (1 without a codec)."""
         if self.codec is not None:
             return self.codec.sampling_rate, self.codec.samples_per_frame
         if self.sampling_rate is not None:
@@ -246,8 +245,10 @@ class ContextSpeechDataset(torch.utils.data.Dataset[Batch]):
         return next(iter(rates)), 1
 
     def _codec_of(self, cuts: list[MonoCut], codes: str, audio: str) -> CodecForm | None:
-        """Return the codec if all cuts have the field ``codes``, or None if all cuts have ``audio`` instead; else raise
-        ValueError.
+        """Return the codec if all cuts have the field ``codes``; None if all cuts have the field ``audio`` instead.
+
+        Raises:
+            ValueError: only some of the cuts have ``codes``, or a cut has neither field.
         """
         with_codes = [cut for cut in cuts if self.codes and holds(cut, codes)]
         if len(with_codes) == len(cuts):
@@ -293,8 +294,7 @@ def _tags_of(examples: Sequence[Any], names: Sequence[str]) -> list[dict[str, An
 def _padded(
     name: str, lengths: str, rows: Sequence[np.ndarray], value: int = 0, *, multiple: int = 1, at_least: int = 0
 ) -> Batch:
-    """Pad B rows of shape (..., length) into one tensor (B, ..., longest), and return it with the lengths (B,) of the
-    rows.
+    """Pad B rows (..., length) into one tensor (B, ..., longest), and return it with the lengths (B,) of the rows.
 
     Args:
         name, lengths: keys of the two tensors in the result.
@@ -342,8 +342,9 @@ class SpeechTextDataset(torch.utils.data.Dataset[Batch]):
       predicted.
     * A pair of texts or a chat becomes its tokens, of which the assistant's are predicted. All tokens of a single text
       are predicted.
-    * A conversation becomes the tokens of its turns, with each audio locator replaced by the frames of its turn. A turn
-      whose cut has codes is added as codes; any other turn of the user is added as audio samples.
+    * A conversation becomes the tokens of its turns. Each audio locator, which is the placeholder of an audio turn, is
+      replaced by the frames of the turn. A turn whose cut has codes is added as codes; any other audio turn of the user
+      is added as samples.
 
     A batch of B examples, the longest with P positions, has these entries. All entries are always present, even if the
     batch contains only text or only speech.
@@ -376,8 +377,8 @@ class SpeechTextDataset(torch.utils.data.Dataset[Batch]):
             locator of audio turns should be one of its special tokens.
         context: True requires a context for each utterance. None uses the contexts that exist. False omits contexts.
         context_duration_min, context_duration_max: seconds; see ``ContextSpeechDataset``.
-        tags: names of tags that the entries of ``input_cfg`` give their data.
-        text_bos_id, text_eos_id: added around the text of an utterance that came without a prompt format.
+        tags: names of the tags to return; entries of ``input_cfg`` set the tags of their data.
+        text_bos_id, text_eos_id: ids added around the text of an utterance that has no prompt format.
         seed: seed of the slices of contexts.
 
     Raises:

@@ -4,14 +4,15 @@ The user provides the training step as ``module:callable``::
 
     def step(batch_size: int, length: float, num_tokens: int | None, device: str) -> None
 
-It runs one whole training step (forward, backward, optimizer) on a synthetic batch of ``batch_size`` items, each as
-long as the bucket allows: ``length`` seconds (frames for token bins) and, for two-dimensional bins, ``num_tokens`` text
-tokens. The step must keep the model and the optimizer between calls, in a module variable or in an instance of a class,
-which is created once per process. It must not hide errors. It is called twice per batch size, since most optimizers
-allocate their state in the first step.
+The step runs one whole training step (forward, backward, optimizer) on a synthetic batch of ``batch_size`` items, each
+as long as the bucket allows: ``length`` seconds (frames for token bins) and, for two-dimensional bins, ``num_tokens``
+text tokens. The step must keep the model and the optimizer between calls, in a module variable or, if the callable is a
+class, in its instance, which is created once per process. It must not hide errors. It is called twice per batch size,
+since most optimizers allocate their state in the first step.
 
-Out-of-memory conditions are ``MemoryError``, ``torch.cuda.OutOfMemoryError``, messages of torch's allocators, and a
-process that died by SIGKILL or after such a message. Any other error ends the search with the traceback of the step.
+Memory counts as exhausted after ``MemoryError``, ``torch.cuda.OutOfMemoryError``, a message of one of torch's
+allocators, or the death of the process by SIGKILL or after such a message. Any other error ends the search with the
+traceback of the step.
 
 On a GPU, torch's ``set_per_process_memory_fraction`` sets the limit. On the CPU, RLIMIT_DATA limits the process of the
 step. It counts allocations of the process and its libraries, but not shared memory or child processes.
@@ -187,7 +188,7 @@ class StepProcess(AbstractContextManager["StepProcess"]):
     def _answer(self, child: ChildProcess, doing: str) -> str | None:
         """Return None if the child succeeded or, if memory was exhausted, the error message.
 
-        The message is empty if the process died. Any other failure is raised.
+        The message is empty if the process died. Any other failure raises an error.
         """
         try:
             kind, detail = child.receive(self._timeout)

@@ -290,9 +290,7 @@ def _histogram(lengths: Lengths, bins: Sequence[Bucket], *, closed: bool) -> Ite
 
 
 def _max_ratio(lengths: Lengths, bins: Sequence[Bucket], outlier_threshold: float) -> Iterator[str]:
-    """Yield the setting that limits tokens per length: a list with one limit per bin in two dimensions, otherwise one
-    number.
-    """
+    """Yield the setting that limits tokens per length: one limit per bin in two dimensions, otherwise one number."""
     key = "max_tpt" if lengths.in_tokens else "max_tps"
     if bins[0].num_tokens is not None:
         if math.isfinite(bins[0].max_ratio):

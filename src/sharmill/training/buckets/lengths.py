@@ -189,7 +189,7 @@ def is_dataset(source: str) -> bool:
 
 
 def frame_shift(datasets: Sequence[Location]) -> float:
-    """Return the seconds per frame that all codecs of the datasets share; raise ConfigError if they differ.
+    """Return the seconds per frame that all codecs of the datasets share; raise ConfigError unless there is one value.
 
     A Shar dataset of another tool does not record its codec, and is ignored.
     """

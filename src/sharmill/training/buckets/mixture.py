@@ -183,8 +183,7 @@ def read_mixture(sources: Sequence[str], options: BinsOptions) -> tuple[Lengths,
 
 
 def _leaves(entries: Sequence[Settings], share: float, temperatures: Any) -> Iterator[tuple[float, Settings]]:
-    """Yield each entry that reads data, as a pair: its share of all examples, and the entry inside copies of its
-    groups.
+    """Yield a pair for each entry that reads data: its share of all examples, and the entry in copies of its groups.
 
     Args:
         share: share of ``entries`` among all examples.
@@ -215,7 +214,8 @@ def _leaves(entries: Sequence[Settings], share: float, temperatures: Any) -> Ite
 def _thin(entry: Settings, wanted: int, folder: Path) -> tuple[Settings, int]:
     """Return an entry reduced to ``wanted`` evenly spaced lines, and the number of examples of the original entry.
 
-    If the data would have to be read to count the examples, the number is 0 and the entry is returned unchanged.
+    If the examples can only be counted by reading the data, the number is 0 and the entry is returned unchanged. An
+    entry of type sharmill is never reduced.
 
     Args:
         folder: folder for the reduced files.
@@ -274,8 +274,9 @@ def _read(settings: Settings, wanted: int, tokenizer: Any, measured: "_MeasuredE
 
 @dataclass(frozen=True)
 class _MeasuredExamples:
-    """A dataset that turns examples into rows: seconds, length, tokens (-1 without text), output tokens per input
-    token.
+    """A dataset that turns each example into a row of four numbers.
+
+    A row has the seconds, the length, the number of tokens (-1 without text), and the output tokens per input token.
 
     Attributes:
         frame: seconds per frame if audio is measured in frames, otherwise None.
@@ -306,7 +307,7 @@ class _MeasuredExamples:
 def _resample_rows(columns: Sequence[np.ndarray], shares: Sequence[float], most: int) -> np.ndarray:
     """Select evenly spaced rows from each source, in proportion to its share.
 
-    The result has at most about ``most`` rows, and repeats rows of sources with few.
+    The result has at most about ``most`` rows. Rows of a source are repeated if there are fewer rows than its share.
     """
     if len(columns) == 1:
         return columns[0]

@@ -24,7 +24,8 @@ from sharmill.models.memory import is_out_of_memory
 from sharmill.training.nemo.settings import read_yaml, resolve
 from sharmill.training.tokenizers import load_callable
 
-# Training steps compute word error rates every ``log_every_n_steps`` steps; this interval disables them.
+# Training steps compute word error rates every ``log_every_n_steps`` steps; this large interval disables the
+# computation.
 _NEVER: Final = 10**9
 _DATA: Final = ("train_ds", "validation_ds", "test_ds")
 
@@ -117,7 +118,7 @@ class NemoStep:
         sizes = {"input": max(1, round(seconds * self._rate)), "output": max(1, num_tokens)}
         inputs, kind = self._schema["inputs"], self._schema["cls"]
         values = [self._make_tensor(one, batch_size, sizes).to(device) for one in inputs]
-        # Inputs of a tuple have no names.
+        # The inputs have no names if the batch is a tuple.
         named = {one.get("name"): value for one, value in zip(inputs, values, strict=True)}
         batch: Any = tuple(values) if kind is tuple else kind(**named)
         with torch.autocast(torch.device(device).type, torch.bfloat16, enabled=self._autocast):

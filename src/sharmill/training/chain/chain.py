@@ -1,7 +1,8 @@
-"""Chains of steps from a source to batches, which are divided among ranks and workers and resumed like readers of cuts.
+"""Chains of processing steps, which turn a source into batches.
 
-Each step is a generator over examples that record their origins. The state of a chain therefore counts an example as
-consumed only when it leaves the chain or is dropped, even if steps buffer or combine examples.
+A chain is divided among ranks and workers, and resumed, like a reader of cuts. Each step is a generator over examples
+that record their origins. An example therefore counts as consumed only when it leaves the chain or is dropped, even if
+steps buffer or combine examples.
 """
 
 from __future__ import annotations
@@ -136,7 +137,7 @@ def _results(
                 if not ahead:
                     raise
                 # An error of sharmill gets the example's name in its message; any other error keeps its message and
-                # gets a note.
+                # gets a note with the name.
                 if isinstance(error, SharmillError) and not isinstance(error, _NEVER_SKIPPED):
                     raise DamagedShard(f"{_origin_names(ahead[0])}: {error}") from error
                 error.add_note(f"at {_origin_names(ahead[0])}")
@@ -349,7 +350,7 @@ class Chain(torch.utils.data.IterableDataset):
         return self._then(filter_examples, keep=self._guarded(partial(_call_with, func, args, kwargs)))
 
     def shuffle(self, size: int) -> Chain:
-        """Draw each example at random from a buffer of ``size`` examples; the seed and state of the source seed the
+        """Draw each example at random from a buffer of ``size`` examples; the source's seed and state determine the
         draws.
         """
         return self._then(shuffle_examples, size=at_least(1, "size", size))
@@ -435,7 +436,7 @@ class Chain(torch.utils.data.IterableDataset):
     def zip(self, *others: Chain) -> Chain:
         """Combine one example from each chain, such as speech and text, into a tuple.
 
-        An iteration ends with the first chain that ends; in the next iteration, the other chains continue where they
+        An iteration ends as soon as one chain ends; in the next iteration, the other chains continue where they
         stopped. If one chain has ``infinite=True``, the others define the epochs.
         """
         return self._with(others, zip_examples)
@@ -443,8 +444,8 @@ class Chain(torch.utils.data.IterableDataset):
     def interleave(self, *others: Chain, weights: Sequence[float] | None = None, seed: int = 0) -> Chain:
         """Yield one example from each chain in turn or, with ``weights``, each example from a randomly drawn chain.
 
-        As in ``zip``, an iteration ends with the first chain that ends, and the other chains continue where they
-        stopped. Give a chain ``infinite=True`` if it must not end the iteration.
+        As in ``zip``, an iteration ends as soon as one chain ends, and the other chains continue where they stopped.
+        Give a chain ``infinite=True`` if it must not end the iteration.
 
         Args:
             weights: one positive number per chain, beginning with this chain.

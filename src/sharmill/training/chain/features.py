@@ -16,7 +16,7 @@ from sharmill.audio.resample import resample, segment_bounds
 from sharmill.errors import ConfigError, RejectRecord
 from sharmill.manifest import Channel
 
-# Padding of labels, as in WeNet; losses ignore it.
+# The value that pads labels, as in WeNet; loss functions ignore it.
 LABEL_PADDING: Final = -1
 
 

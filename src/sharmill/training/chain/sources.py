@@ -75,8 +75,8 @@ class _Shard:
 
     Attributes:
         name_of: returns the name of an example for error messages.
-        read_value: reads an example; raises RejectRecord. It refers to the open file, which stays open as long as it
-            does.
+        read_value: reads an example; raises RejectRecord. The function refers to the open file and thereby keeps it
+            open.
     """
 
     name_of: Callable[[int], str]
@@ -92,7 +92,9 @@ class _Shard:
 
 
 class Items(ShardSource):
-    """A source of any iterable; without random access, every reader also iterates over the items of other readers.
+    """A source that provides the items of any iterable.
+
+    Without random access, every reader also iterates over the items of other readers.
 
     Args:
         items: an iterable, or a function that returns one. The constructor reads an iterator into memory. It calls a
@@ -200,7 +202,7 @@ class _ListSource(WenetSource):
         return super().locate(roots, text) if file is None else Archive(file, text, text)
 
     def remote(self, text: str) -> Location | None:
-        """Return the location of a URL or of a command's output if a line names one; None for a path."""
+        """Return the location that a line names by a URL or a command; None for a path."""
         is_command = text.startswith("pipe:") or text.rstrip().endswith("|")
         if is_command and not self.allow_pipe:
             raise RejectRecord("outside_root", f"{text!r} is a command, which runs only with allow_pipe=True")
@@ -236,8 +238,8 @@ class _LineFiles(ShardSource):
         return _Shard(lambda number: f"{path}, record {number + 1}", read_line)
 
     def _ends_of(self, shard: int) -> np.ndarray:
-        """Return the offset of the end of each non-blank line, int64 (lines,); blank lines before it belong to the
-        line.
+        """Return the offset at which each non-blank line ends, int64 (lines,); preceding blank lines count as part of
+        it.
         """
         if shard not in self._ends:
             ends = (end for end, _ in iterate_lines(self._files[shard], "list"))

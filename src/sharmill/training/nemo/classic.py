@@ -126,8 +126,9 @@ def translate(section: Settings) -> str | None:
 
 
 def is_read_by_lhotse(section: Settings) -> bool:
-    """Return True if the settings request NeMo's Lhotse loader, by ``use_lhotse`` or, without it, by a key of that
-    loader.
+    """Return True if the settings request NeMo's Lhotse loader.
+
+    They request it by ``use_lhotse`` or, if that is not set, by any key that only this loader has.
     """
     asked = section.get("use_lhotse")
     return any(map(section.get, _LHOTSE_KEYS)) if asked is None else bool(asked)
@@ -285,7 +286,7 @@ def _translate_buckets(section: Settings, manifests: Sequence[Settings]) -> str 
     """Translate the classic bucketing keys; return the strategy if manifests are read in turn, or None.
 
     Args:
-        manifests: the entries of NeMo's buckets, which Lhotse dataloading does not keep separate.
+        manifests: the entries of NeMo's buckets, which NeMo's Lhotse loader does not keep separate.
     """
     in_turn, sizes = _translate_strategy(section, manifests), section.pop("bucketing_batch_size", None)
     size, others = section.get("batch_size"), [key for key in _LHOTSE_KEYS if section.get(key)]
@@ -332,7 +333,8 @@ def _translate_buckets(section: Settings, manifests: Sequence[Settings]) -> str 
 def _translate_2d(section: Settings) -> None:
     """Compute the batch sizes of two-dimensional buckets from the maximum duration or tokens of a batch.
 
-    lhotse supports such a maximum only for one-dimensional buckets. The padded length is counted here as it is there.
+    lhotse supports such a maximum only for one-dimensional buckets. This function counts the padded length in the same
+    way.
     """
     bins = section.get("bucket_duration_bins")
     if not bins or not isinstance(bins[0], Sequence) or section.get("bucket_batch_size") is not None:

@@ -49,9 +49,7 @@ class _Batches:
         self.states, self.counts = (self.states[1], self._fetched.popleft()[1]), counts
 
     def state_dict(self) -> dict[str, Any]:
-        """Return an empty state, because Lightning would save only the state of rank 0, which includes batches fetched
-        ahead.
-        """
+        """Return an empty state: Lightning would save only rank 0's state, which includes batches fetched ahead."""
         return {}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:

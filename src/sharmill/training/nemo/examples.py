@@ -159,7 +159,7 @@ class _ExampleSource(ShardSource):
 
     @property
     def identity(self) -> dict[str, Any]:
-        """The type, and a checksum of the names and sizes of its files (names and versions for files in object stores)."""
+        """The type, and a checksum of its files' names and sizes (in object stores, of their names and versions)."""
         if self._tarred is not None:
             names = [*self._tarred.paths, *self._tarred.tar_paths]
         else:
@@ -328,8 +328,8 @@ def open_listed(path: str) -> IO[bytes]:
 def check_files(kind: str, entry: Mapping[str, Any]) -> None:
     """Raise ConfigError if a file of an entry does not exist.
 
-    Of tars and of files in object stores, only the first and the last are checked. NeMo reports missing pipes and other
-    URLs.
+    Of tars and of files in object stores, only the first and the last are checked. Pipes and other URLs are not
+    checked.
     """
     for key in _FILES:
         if entry.get(key) is None:

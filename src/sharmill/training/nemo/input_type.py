@@ -1,7 +1,7 @@
 """Entry types that sharmill adds to NeMo's ``input_cfg``; importing this module registers them.
 
-``type: sharmill`` reads sharmill's datasets. Scripts that call NeMo's loader themselves only need this import. ``type:
-tts_text`` reads text for hybrid ASR-TTS models. ``DIVIDED`` is used internally for text, conversations, NeMo's
+The type ``sharmill`` reads sharmill's datasets. Scripts that call NeMo's loader themselves only need this import. The
+type ``tts_text`` reads text for hybrid ASR-TTS models. ``DIVIDED`` is used internally for text, conversations, NeMo's
 manifests and lhotse's Shar, which ``sharmill.training.nemo.examples`` reads.
 """
 
@@ -36,8 +36,7 @@ _SPOKEN: Final = ("tts_text_normalized", "tts_text")
 
 @data_type_parser("tts_text")
 def read_tts_text(entry: DictConfig) -> tuple[CutSet, bool]:
-    """Return the lines of manifests as TextExamples, with ``tts_text`` and ``tts_text_normalized``, if any, as
-    attributes.
+    """Return the lines of manifests as TextExamples, with the ``tts_text`` keys of each line as attributes.
 
     Returns:
         The examples, and True, because they are a stream.
@@ -67,9 +66,7 @@ class _TtsTexts:
 
 
 class _TtsRecord(msgspec.Struct):
-    """A line of a manifest: ``text`` is the transcript to recognize, and the TTS model speaks one of the ``tts_text``
-    texts.
-    """
+    """A line of a manifest: ASR recognizes ``text``, and TTS speaks ``tts_text_normalized`` or ``tts_text``."""
 
     text: _Text
     lang: _Text | None = None
@@ -118,7 +115,11 @@ def read_sharmill(entry: DictConfig) -> tuple[CutSet, bool]:
 
 @data_type_parser(DIVIDED)
 def read_divided(entry: DictConfig) -> tuple[CutSet, bool]:
-    """Return the examples of an entry of NeMo's types, divided among all readers like cuts of type sharmill; and True."""
+    """Return the examples of an entry of NeMo's types, divided among all readers like cuts of type sharmill.
+
+    Returns:
+        The examples, and True, because they are a stream.
+    """
     options: dict[str, Any] = OmegaConf.to_container(entry, resolve=True)  # type: ignore[assignment]
     source = PartitionedCuts(partial(open_examples, options), options)
     return CutSet(source).map(_as_nemo_expects, apply_fn=None), True

@@ -43,11 +43,12 @@ from sharmill.training.nemo.settings import (
 )
 from sharmill.training.speech_text import ContextSpeechDataset
 
-# Under these settings, examples are split, or not read at the same time as the examples next to them.
+# Settings that split examples, or that change when an example is read relative to its neighbours.
 _INEXACT = (
     "perturb_speed", "cut_into_windows_duration", "cut_text_into_windows_tokens", "concurrent_bucketing", "noise_path",
 )  # fmt: skip
-# Added to the seeds after each resume; far from the multiples of 100 that lhotse adds for ranks and workers.
+# This number is added to the seeds after each resume. It is far from the multiples of 100 that lhotse adds for ranks
+# and workers.
 _SEEDS_PER_RESUME: Final = 1_000_003
 
 
@@ -55,8 +56,8 @@ def merge_data_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Merge the states of the loaders of all data-parallel ranks into one, for any number of ranks and workers.
 
     Args:
-        states: the loader's ``state_dict()`` from every rank, with ``get_dataloader(..., resumable=True)``. Ranks that
-            only receive the batches of another rank have empty states, which are ignored.
+        states: the ``state_dict()`` of every rank's loader, which ``get_dataloader`` created with ``resumable=True``.
+            Ranks that only receive the batches of another rank have empty states, which are ignored.
 
     Returns:
         The ``state`` for ``get_dataloader(..., state=...)``, which needs the same entries in the same order.
@@ -147,8 +148,8 @@ class ResumableBatches(torch.utils.data.IterableDataset):
     def _own_parts(self) -> Sequence[tuple[IterableDatasetWrapper, list[PartitionedCuts]]]:
         """Return the parts of this worker.
 
-        Of several parts, each of n workers has every n-th, so that the loader delivers the batches of all parts in
-        order.
+        If there are several parts, each of n workers has every n-th part, so that the loader delivers the batches of
+        all parts in order.
         """
         info = torch.utils.data.get_worker_info()
         return self._parts if info is None or len(self._parts) == 1 else self._parts[info.id :: info.num_workers]
@@ -184,7 +185,7 @@ def get_dataloader(
             the same. Each example that passes the filters is delivered once per epoch.
 
     Raises:
-        ConfigError: NeMo is not installed, a key is unknown, or several ranks or no rank would get an example.
+        ConfigError: NeMo is not installed, a key is unknown, or some examples would go to several ranks or to none.
 
     Example:
         >>> settings = OmegaConf.load("configs/training/tts.yaml")  # doctest: +SKIP
@@ -254,7 +255,7 @@ def _make_loader(
             check_files(str(entry.get("type")), entry)
     seed, sections = settings["seed"], sections_of(settings)
     options = [SamplerOptions.take(section, tokenizer, rank, world_size) for section in sections]
-    in_turn = settings.pop("bucketing_strategy", None)  # top level of a multi_config
+    in_turn = settings.pop("bucketing_strategy", None)  # set only if manifests are read in turn
     with collect_sources() as ours:
         counting = CountingDataset(dataset, ours if resumable else ())
         try:

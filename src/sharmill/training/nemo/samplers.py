@@ -1,4 +1,4 @@
-"""Extensions of lhotse's samplers: resumable buckets, buckets in turn, semi-sorted epochs, and a reporting filter.
+"""Extensions of lhotse's samplers: resumable buckets, buckets read in turn, semi-sorted epochs, and a reporting filter.
 
 NeMo puts one filter per limit between the data and a sampler. Here a single filter applies all limits and reports
 dropped examples, for two reasons. A saved state must count dropped examples as consumed, and an infinite stream without
@@ -148,7 +148,7 @@ class _OldestFirstBucketer(DynamicBucketer):
             for _ in batch:
                 oldest.get()
             self._collect_cuts_in_buckets(len(batch))
-        self.buffer_size = 0  # the buckets are full
+        self.buffer_size = 0  # the buckets are full already
         yield from super().__iter__()
 
 

@@ -45,7 +45,7 @@ _LIMITS: Final = ("duration", "tps", "tokens", "tpt")
 # Settings that are not checked against NeMo's types, because other checks apply or the types are too narrow.
 _UNTYPED: Final = ("input_cfg", "min_tps", "min_tpt", "seed", "shard_seed", "sampler_weights")
 
-# For each rank, lhotse adds a multiple of this number to the seed of a worker process.
+# lhotse adds the rank times this number to the seed of a worker process.
 _SEEDS_PER_RANK: Final = 100_000
 
 # Keys that NeMo takes from the top level of a multi_config, ignoring values in its sections.
@@ -72,7 +72,7 @@ def read_yaml(path: str | os.PathLike[str]) -> DictConfig | ListConfig:
 
 
 def resolve(settings: Any, origin: str = "the settings") -> Any:
-    """Convert a dict or list, plain or of OmegaConf, to a plain one with resolved interpolations.
+    """Convert a plain or OmegaConf dict or list to a plain one, and resolve its interpolations.
 
     Args:
         origin: name of the settings in messages.
@@ -290,7 +290,7 @@ def prepare_settings(cfg: Mapping[str, Any], rank: int, world_size: int) -> Sett
     """Return a checked and resolved copy of the settings for NeMo's loader, with the options of sharmill's readers.
 
     Raises:
-        ConfigError: a key is unknown, or several readers or no reader would get an example.
+        ConfigError: a key is unknown, or some examples would go to several readers or to none.
     """
     from lhotse.dataset.dataloading import resolve_seed
 
@@ -393,12 +393,12 @@ def section_names(settings: Settings) -> list[str]:
 
 
 def sources_of(settings: Settings) -> list[Settings]:
-    """Return the entries of all samplers, at all levels, that read data themselves."""
+    """Return the entries that read data themselves, at all levels and of all samplers."""
     return [source for section in sections_of(settings) for source, _ in _sources(section, 0)]
 
 
 def tag_names(settings: Settings) -> list[str]:
-    """Return the names of all tags that entries set, at all levels, without repetitions and in order."""
+    """Return the names of all tags that entries set, at all levels, each once and in order."""
     return list(dict.fromkeys(name for entry in entries_of(settings) for name in entry.get("tags") or ()))
 
 
@@ -481,7 +481,7 @@ def _check_orders(
     map_style: bool,
     common_seed: bool,
 ) -> None:
-    """Raise ConfigError if several readers or no reader would get an example.
+    """Raise ConfigError if some examples would go to several readers or to none.
 
     In map style, all ranks draw the same order, and each rank's sampler takes every n-th batch. Readers of streams take
     their parts of a common order. Data that cannot be divided is read completely by every worker.

@@ -219,9 +219,7 @@ def _examine(
 
 
 def _count(settings: Settings, tokenizer: str | None) -> list[tuple[int, int | None]]:
-    """Return for each entry its number of examples (0 if unknown), and how many of them pass the filters (None if
-    unknown).
-    """
+    """Return each entry's number of examples (0 if unknown), and how many pass the filters (None if unknown)."""
     from sharmill.training.nemo.input_type import entry_size
 
     whole = resolve_settings(settings) | {"force_finite": True, "num_workers": 0, "sampler_fusion": "round_robin"}
@@ -288,7 +286,7 @@ def _check_division(
     ranks: int,
     tokenizer: str | None,
 ) -> Iterator[str]:
-    """Yield advice and errors about the division of the data among readers, unless its size is unknown or very large."""
+    """Yield advice and errors about how readers divide the data, unless its size is unknown or very large."""
     if not 0 < size <= _MAX_COUNTED:
         return
     readers = ranks * max(1, int(prepared.get("num_workers", 0)))

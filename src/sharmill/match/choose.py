@@ -1,4 +1,6 @@
-"""Chooses the contexts of a speaker group's utterances, or checks contexts given in the manifest, and explains rejects.
+"""Chooses contexts for the utterances of a speaker group, or checks the contexts that the manifest gives.
+
+An utterance without a suitable context is rejected with a reason.
 """
 
 import math
@@ -152,8 +154,8 @@ class ContextChooser:
             The index and similarity of the copy for each row that has one, keyed by row.
         """
         if self.match.max_similarity is None:
-            # Without max_similarity, only utterances with the same samples count as copies, so few utterances are
-            # searched.
+            # If max_similarity is not set, only utterances with the same samples count as copies, so few utterances
+            # need to be searched.
             repeated = np.bincount(contents) > 1
             rows = rows[repeated[contents[rows]]]
             chosen = np.flatnonzero(np.isin(contents, contents[rows]))

@@ -54,8 +54,8 @@ from sharmill.stages.speaker_key import make_speaker_key
 # is lost if a rank dies. With 50 units per rank (20,000 h on 1,024 ranks), all ranks finish within 2 % of each other.
 _UNITS_WANTED = 64
 _UNIT_SECONDS: Final = (60.0, 1200.0)
-# Limits the number of claim files, of which a folder has one per unit. A million hours of audio then have units of ten
-# hours.
+# This limits the number of claim files in a folder, which has one per unit. The units of a million hours of audio then
+# have ten hours each.
 _MAX_UNITS = 100_000
 CANDIDATES: Final = "candidates.jsonl"
 CANDIDATE_OFFSETS: Final = "candidates.npy"

@@ -32,7 +32,8 @@ from sharmill.training.nemo.entries import Settings
 from sharmill.training.nemo.partition import PartitionedCuts, marked_parts, parts_of, place_of
 from sharmill.training.nemo.stores import refuse_command
 
-# Maximum numbers of examples dropped in a row. The first limit applies if they include a whole epoch of every dataset.
+# Maximum numbers of examples dropped in a row. The first limit applies if the dropped examples include a whole epoch of
+# every dataset, and otherwise the second.
 _MIN_DROPPED: Final = 1000
 _MAX_DROPPED: Final = 1_000_000
 

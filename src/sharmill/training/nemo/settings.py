@@ -207,7 +207,7 @@ def check_batches(section: Settings) -> None:
         resolve_format(prompt, "prompt_format")
     limit, duration = "batch_tokens" if in_tokens else "batch_duration", "token_equivalent_duration"
     sources = sources_of(section)
-    # A token_equivalent_duration of an entry applies only to the entry's conversations.
+    # A token_equivalent_duration in an entry applies only to the entry's conversations.
     set_by_entries = not _has_plain_audio(section) and any(source.get(duration) is not None for source in sources)
     has_duration = set_by_entries or section.get(duration) is not None
     refuse(

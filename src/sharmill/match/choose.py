@@ -1,4 +1,4 @@
-"""Chooses contexts for the utterances of a speaker group, or checks the contexts that the manifest gives.
+"""Choice of contexts for the utterances of a speaker group, and checks of the contexts that the manifest gives.
 
 An utterance without a suitable context is rejected with a reason.
 """

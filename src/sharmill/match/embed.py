@@ -1,4 +1,4 @@
-"""Computes the speaker embeddings of a unit's segments, and samples some of them for the report."""
+"""Speaker embeddings of a unit's segments, and a sample of the embeddings for the report."""
 
 import base64
 from collections.abc import Callable, Iterable, Sequence
@@ -63,7 +63,7 @@ class PendingSegments:
 
 @dataclass(frozen=True)
 class _ResampledSegment:
-    """Converts a segment to samples at an encoder's rate, and returns them with their dtype, content hash and notes."""
+    """A callable that returns a segment's samples at an encoder's rate, with their dtype, content hash and notes."""
 
     sampling_rate: int
     resampling: Resampling

@@ -1,4 +1,4 @@
-"""Divides the speaker groups of a whole manifest into units.
+"""Division of the speaker groups of a whole manifest into units.
 
 In an append, groups may include additional candidates for contexts: cuts of the dataset that is appended to, with their
 stored audio.

@@ -1,4 +1,4 @@
-"""Selects the context of every utterance of a speaker group, given arrays of embeddings, durations and ids.
+"""Selection of a context for every utterance of a speaker group, from arrays of embeddings, durations and ids.
 
 This module does not depend on audio, manifests or encoders. The rule is that of NeMo's
 ``extend_nemo_manifest_with_context_audio.py`` (normalize, sort every row of the similarity matrix, take the first

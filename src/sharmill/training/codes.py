@@ -1,4 +1,4 @@
-"""Loads the data of cuts from ``open_shar`` or plain lhotse: resampled audio, text, and codes with BOS and EOS.
+"""The data of cuts from ``open_shar`` or plain lhotse: resampled audio, text, and codes with BOS and EOS.
 
 Batches use a random slice of each context, in whole frames of the codec. The slice depends only on the seed, the epoch
 and the cut.
@@ -266,7 +266,7 @@ class CodecForm:
 
 
 class ContextDraws:
-    """Draws random slices of contexts that depend only on the seed, the epoch and the cut.
+    """Random slices of contexts, which depend only on the seed, the epoch and the cut.
 
     The minimum length of a slice is ``min_duration`` in seconds, rounded up to whole frames of the codec. The maximum
     length is ``max_duration``, rounded down, but at least the minimum length.

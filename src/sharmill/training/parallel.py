@@ -33,7 +33,7 @@ R = TypeVar("R")
 
 
 class ChildEnded(Exception):
-    """Raised if a child process ended before it sent a message; the text of the error comes from ``describe_exit``."""
+    """Error for a child process that ended before it sent a message; its text comes from ``describe_exit``."""
 
 
 class ChildProcess(SpawnProcess):

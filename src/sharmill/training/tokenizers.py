@@ -1,4 +1,4 @@
-"""Loads text tokenizers by name, for the command line and for worker processes."""
+"""Loading of text tokenizers by name, for the command line and for worker processes."""
 
 import importlib
 import operator
@@ -74,7 +74,7 @@ def load_tokenizer(name: str) -> Tokenizer:
 
 
 class PromptTokenizer:
-    """Adapts a function that converts text to ids to the tokenizer interface of NeMo's prompt formats."""
+    """A tokenizer for NeMo's prompt formats that calls a function from text to token ids."""
 
     def __init__(self, tokenizer: Tokenizer, *, bos: int = 1, eos: int = 2) -> None:
         self.text_to_ids = tokenizer

@@ -1,4 +1,4 @@
-"""Finds the largest batch per bucket that fits in a share of the memory, by bisection on out-of-memory errors.
+"""Search for the largest batch per bucket that fits in a share of the memory, by bisection on out-of-memory errors.
 
 The user provides the training step as ``module:callable``::
 

@@ -1,4 +1,4 @@
-"""Translates the settings of NeMo's classic loaders into settings of its Lhotse loader.
+"""Translation of the settings of NeMo's classic loaders into settings of its Lhotse loader.
 
 ``CLASSIC_KEY_HANDLING`` describes how each classic key is handled; the table in docs/training.md is generated from it.
 """

@@ -1,4 +1,4 @@
-"""Arrays of a shard: ``.npy`` files without pickled objects, and the type and length of codes."""
+"""Arrays in shards: ``.npy`` data without pickled objects, and the dtype and number of frames of codes."""
 
 import io
 import math
@@ -12,7 +12,7 @@ from sharmill.audio.resample import resampled_length
 from sharmill.errors import ConfigError, DamagedShard
 
 _READ_HEADER = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
-# numpy parses a header as Python; the parser raises MemoryError for deeply nested brackets.
+# numpy parses a header as a Python literal; the parser raises MemoryError for deeply nested brackets.
 _NO_HEADER = (
     ValueError, TypeError, LookupError, AttributeError, ArithmeticError, EOFError, SyntaxError, tokenize.TokenError,
     RecursionError, MemoryError,
@@ -33,7 +33,7 @@ def codes_dtype(codebook_size: int) -> np.dtype:
     """Return the smallest of int16, int32 and int64 that holds every code.
 
     Raises:
-        ConfigError: no such type does.
+        ConfigError: the codebook is too large for int64.
 
     >>> codes_dtype(2016)
     dtype('int16')
@@ -52,29 +52,30 @@ def array_to_bytes(array: np.ndarray) -> bytes:
 
 
 def array_from_bytes(data: bytes, where: str) -> np.ndarray:
-    """Return the array of an ``.npy`` file; pickled objects are refused.
+    """Return the array in the bytes of an ``.npy`` file; pickled objects are refused.
 
     ``np.load`` would also accept archives of arrays, ignore data after the array, and reserve as much memory as a
     header asks for.
 
     Raises:
-        DamagedShard: the data is not such an array; the message begins with ``where``.
+        DamagedShard: the data is not a complete array, or contains pickled objects; the message begins with ``where``.
     """
     dtype, shape, column_major, start = array_layout(data, where)
     try:
         return np.frombuffer(data, dtype, offset=start).reshape(shape, order="F" if column_major else "C")
-    except ValueError as error:  # the header of an array without numbers may contain any shape
+    except ValueError as error:  # the header of an empty array may contain any shape
         raise DamagedShard(f"{where}: {error}") from error
 
 
 def array_layout(data: bytes, where: str) -> tuple[np.dtype, tuple[int, ...], bool, int]:
-    """Return type, shape, Fortran order and the offset of the numbers of a complete ``.npy`` file.
+    """Return the dtype and shape of a complete ``.npy`` file, whether its order is Fortran's, and the offset of its
+    values.
 
     Raises:
-        DamagedShard: as ``array_from_bytes``.
+        DamagedShard: the data is not a complete array, or contains pickled objects; the message begins with ``where``.
     """
     try:
-        # Cache parsed headers: most arrays of a dataset share a few, and numpy parses each as Python.
+        # Cache parsed headers: most arrays of a dataset share a few headers, which numpy parses slowly as Python.
         prefix, length = (10, data[8:10]) if data[6:7] == b"\1" else (12, data[8:12])
         layout, size = _parse_header(bytes(data[: prefix + int.from_bytes(length, "little")]))
         if len(data) != size:
@@ -87,7 +88,7 @@ def array_layout(data: bytes, where: str) -> tuple[np.dtype, tuple[int, ...], bo
 
 @lru_cache(maxsize=4096)
 def _parse_header(header: bytes) -> tuple[tuple[np.dtype, tuple[int, ...], bool, int], int]:
-    """Return type, shape, Fortran order and the offset of the numbers, and the size of the whole file."""
+    """Return the values of ``array_layout`` for a header, and the size that the whole file must have in bytes."""
     stream = io.BytesIO(header)
     version = np.lib.format.read_magic(stream)
     if version not in _READ_HEADER:

@@ -70,7 +70,7 @@ class ShardedDataset:
         return read_dataset(self.directory)
 
     def shards(self) -> list[ShardRecord]:
-        """Read the lines of ``shards.jsonl`` for the shards that ``dataset.json`` counts; raises as ``record``."""
+        """Read from ``shards.jsonl`` as many shards as ``dataset.json`` counts; raises the errors of ``record``."""
         return list(read_shards(self.directory, self.record().num_shards))
 
     def audio_checksum(self) -> str:
@@ -97,12 +97,13 @@ class ShardedDataset:
         return all(path.is_dir() and not path.is_symlink() and _has_no_files(path) for path in found)
 
     def is_made_of(self, fields: Sequence[str], files: Iterable[PublishedFile]) -> bool:
-        """Return True if ``files`` are the content of these fields. Other fields of the dataset do not matter.
+        """Return True if the stored files of these fields are among ``files``; other fields of the dataset do not
+        matter.
 
-        For fields in the index, every entry must be among ``files``, with the same name, size and checksum. If the
-        index lists none of the fields, at least one file on disk must have the expected checksum. For fields that are
-        missing from the index, such as context audio in the index of a dataset without contexts, all file names must be
-        among ``files``.
+        For a field in the index, every entry must be among ``files``, with the same name, size and checksum. For a
+        field that the index does not list, such as context audio in a dataset without contexts, the names of its files
+        on disk must be among those of ``files``. If the index lists none of the fields, at least one file on disk must
+        also have the expected checksum.
         """
         known = {FieldFile(file.name, file.size, file.xxh3) for file in files}
         try:
@@ -123,7 +124,7 @@ class ShardedDataset:
         )
 
     def write_index(self, record: DatasetRecord, shards: Sequence[ShardRecord]) -> None:
-        """Write the index of cuts and audio, unless an intact one exists, which may also list codecs."""
+        """Write the index of cuts and audio. An intact index of the same data is kept, as it may also list codecs."""
         with changing_index(self.directory):
             if not self._has_index_of(record, shards):
                 write_shards(self.directory, shards)
@@ -134,11 +135,12 @@ class ShardedDataset:
 
         Args:
             num_shards: the number of shards to remove; None for all shards found.
-            added: fields that stages may have added. They are removed as well, since the index that would list them
-                may be gone.
+            added: fields that stages may have added. They are removed as well, since the index that would list them may
+                be gone.
 
         Raises:
-            ConfigError: the folder of a field is a link or belongs to an untrusted user. Nothing has been removed.
+            ConfigError: the folder of a field is a link or belongs to an untrusted user; in this case nothing is
+                removed.
         """
         with suppress(ConfigError, DamagedShard):
             added = [*added, *self.record().added_fields]
@@ -149,12 +151,12 @@ class ShardedDataset:
         self._remove_files(fields, num_shards)
 
     def has_files(self, fields: Iterable[str]) -> bool:
-        """Return True if the folder of any of these fields contains files, even if the index does not list it."""
+        """Return True if the folder of any of these fields contains files, even if no index lists the field."""
         folders = [self.directory / field for field in fields]
         return any(folder.is_dir() and not _has_no_files(folder) for folder in folders)
 
     def stored_codecs(self) -> list[str]:
-        """Return the names of the codecs that have a folder, even if the index does not list them."""
+        """Return the names of the codecs whose folders contain files, even if the index does not list them."""
         if not self.directory.is_dir():
             return []
         folders = sorted(path for path in self.directory.iterdir() if path.is_dir() and not _has_no_files(path))
@@ -194,7 +196,7 @@ class ShardedDataset:
             write_dataset(self.directory, made)
 
     def remove_fields(self, fields: Sequence[Field], num_shards: int | None) -> None:
-        """Remove fields from the index, then delete their files, if there are any; raises as ``remove``."""
+        """Remove fields from the index, then delete their files, if any exist; raises the same error as ``remove``."""
         names = {field.name for field in fields}
         if not self.has_files(names):
             return
@@ -216,10 +218,10 @@ class ShardedDataset:
         return [name for name in found if name not in sidecars]
 
     def _remove_files(self, fields: Sequence[Field], num_shards: int | None) -> None:
-        # It points into the files of all fields.
+        # The index pack refers to the files of all fields.
         remove(self.directory / INDEX_PACK_FILE)
         for field in fields:
-            # Numbers in the names of existing files, each of which may be the number of a shard.
+            # All numbers in the names of existing files, since any of them may be the index of a shard.
             found = {int(part) for name in self._stored(field.name) for part in name.split(".") if part.isdecimal()}
             files = {field.path(shard) for shard in (found if num_shards is None else range(num_shards))}
             names = files | {sidecar for file in files for sidecar in sidecar_files(file)}

@@ -1,7 +1,8 @@
 """The fields of a dataset: their declaration, and the names and files of the fields in the published layout.
 
-A dataset names its own fields; see ``DatasetRecord.layout``. The names of the published layout are for code that writes
-or uses these fields: training, exports, and the report page.
+Every dataset lists its own fields; see ``DatasetRecord.layout``. The published layout is that of the published
+context-Shar scripts; its names are for code that writes or uses exactly these fields: training, exports, and the report
+page.
 """
 
 import math
@@ -13,17 +14,17 @@ import msgspec
 
 CUTS: Final = "cuts"
 TARGET_AUDIO: Final = "target_audio"
-# The target audio in lhotse's own Shars.
+# The name of the target audio in lhotse's own Shars.
 RECORDING: Final = "recording"
 CONTEXT_AUDIO: Final = "context_audio"
 TARGET_CODES: Final = "target_codes"
 CONTEXT_CODES: Final = "context_codes"
 # Set in the ``custom`` of every cut that sharmill writes: the context must not be truncated with the cut.
 CONTEXT_UNALIGNED: Final = "context_audio_unaligned"
-# The place of a cut in the order of all epochs, which the reader stores in the cut.
+# The attribute in which the reader stores a cut's position in the order of all epochs.
 POSITION: Final = "shar_position"
 
-# The length of a cut in seconds, which conditions can compare as they compare columns.
+# The duration of a cut in seconds, which conditions can compare like a column.
 DURATION: Final = "duration"
 
 # The fields of a dataset with contexts; see ``base_fields``.
@@ -34,10 +35,10 @@ SHARDS_FILE: Final = "shards.jsonl"
 INDEX_PACK_FILE: Final = "dataset.idxpack"
 
 _CODES_PREFIX: Final = "codes_"
-# The place of the shard's index in a file pattern.
+# The placeholder for the shard's index in a file pattern.
 _INDEX: Final = "{:06d}"
 _ENDINGS: Final = {"cuts": ".jsonl.gz", "audio": ".tar", "array": ".tar", "value": ".jsonl.gz"}
-# Nested folders that are not hidden.
+# A path of one or more folders, none of which is hidden.
 _NAME: Final = re.compile(r"[^./{][^/{]*(?:/[^./{][^/{]*)*")
 _STEM: Final = re.compile(r"[\w-]+")
 _CODEC: Final = re.compile(r"[\w.-]+")
@@ -49,18 +50,19 @@ _OWN_ATTRIBUTES: Final = frozenset({
 
 
 class Field(msgspec.Struct, frozen=True, kw_only=True):
-    """One column of a dataset: a file for each shard, with an item for each of its cuts.
+    """One column of a dataset, stored as one file per shard with one item per cut.
 
     Attributes:
-        name: the folder of its files, and its key in ``shards.jsonl``, such as ``codes_mimi/target_codes``.
-        file: the path of a shard's file in the dataset, with ``{:06d}`` for the index of the shard.
-        kind: ``audio`` and ``array`` are tar archives in lhotse's form, with a Recording, or an Array or TemporalArray,
-            for each cut; ``value`` is JSON lines ``{"cut_id": ..., attribute: value}``.
+        name: the folder of the field's files, and the field's key in ``shards.jsonl``, such as
+            ``codes_mimi/target_codes``.
+        file: the path of a shard's file in the dataset, with ``{:06d}`` in place of the shard's index.
+        kind: ``audio`` and ``array`` are tar archives in lhotse's format, with a Recording or with an Array or
+            TemporalArray per cut; ``value`` is JSON lines ``{"cut_id": ..., attribute: value}``.
         attribute: the name of the attribute of a cut that holds the item.
         optional: True if cuts may lack an item; they then have a ``.nodata`` member, or a line without a value.
-        limits: the lowest and the highest value, for values that are numbers.
-        by: the codec or stage that made it.
-        settings: the keys of that stage that its values depend on.
+        limits: the lowest and highest allowed value, for numeric values.
+        by: the codec or stage that made the field.
+        settings: the stage's configuration keys, with their values, on which the field's values depend.
 
     Raises:
         ValueError: the file is not in the folder of the field, every cut already has this attribute, or the limits are
@@ -101,7 +103,7 @@ class Field(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_published(self) -> bool:
-        """True for a field of the published layout: of cuts, audio or a codec."""
+        """True if the field belongs to the published layout: cuts, audio, or the codes of a codec."""
         return published_field(self.name) is not None
 
     def path(self, shard: int) -> str:
@@ -123,7 +125,8 @@ class Field(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def codes_field(codec: str, field: str) -> str:
-    """Return the name of ``target_codes`` or ``context_codes`` of a codec in ``shards.jsonl``, which is its folder.
+    """Return the name of a codec's ``target_codes`` or ``context_codes``: their folder, and their key in
+    ``shards.jsonl``.
 
     >>> codes_field("mimi", "target_codes")
     'codes_mimi/target_codes'
@@ -173,14 +176,14 @@ def _published(names: Iterable[str]) -> list[Field]:
 
 
 def sorted_fields(fields: Iterable[str]) -> list[str]:
-    """Return fields in the order of the index: cuts and audio first, then all others by name."""
+    """Sort the names of fields in the order of the index: cuts and audio first, then all others by name."""
     fields = set(fields)
     base = [name for name in BASE_FIELDS if name in fields]
     return [*base, *sorted(fields - set(base))]
 
 
 def sidecar_files(file: str) -> tuple[str, ...]:
-    """Return the files that may exist beside a dataset file for readers with random access; see ``sidecars``.
+    """Return the names of a dataset file's sidecars, which allow random access; see ``sharmill.shar.sidecars``.
 
     >>> sidecar_files("cuts/cuts.000007.jsonl.gz")
     ('cuts/cuts.000007.jsonl', 'cuts/cuts.000007.jsonl.idx')

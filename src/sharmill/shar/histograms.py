@@ -1,6 +1,7 @@
-"""Mergeable histograms of cut measures, which the stage write adds to its commit records.
+"""Mergeable histograms of cut measures such as duration and loudness, which the stage write stores in commit records.
 
-The report reads them there for a whole dataset. Without a run directory, it computes them from a sample of shards.
+The report of a run reads them from the commit records. Without a run directory, it computes them from a sample of
+shards.
 """
 
 import base64
@@ -19,7 +20,8 @@ from sharmill.files.stored import NOT_JSON
 from sharmill.manifest import CLIPPED_KEYS
 
 _KEPT_EXTREMES: Final = 4
-# The maximum size of unpacked measures, which usually have some kilobytes; a damaged text could unpack to gigabytes.
+# The maximum size of unpacked measures in bytes. They usually take a few kilobytes, but a damaged text could unpack to
+# gigabytes.
 _MAX_BYTES: Final = 1 << 20
 # Larger numbers are not measures; JSON allows numbers of 400 digits.
 _MAX_VALUE: Final = 1e12
@@ -66,7 +68,7 @@ EXTREMES: Final[dict[str, Callable[[dict[str, float]], float | None]]] = {
 
 
 class Histogram(msgspec.Struct):
-    """Counts of values by the bins of a scale, starting at bin ``first``; all other bins are empty."""
+    """Counts of values by the bins of a scale; ``counts`` begins at bin ``first``, and all other bins are empty."""
 
     first: int = 0
     counts: list[int] = []
@@ -83,7 +85,7 @@ class Histogram(msgspec.Struct):
         return cls(first, np.bincount(bins - first).tolist())
 
     def add(self, other: Self) -> None:
-        """Add the counts of another histogram of the same scale."""
+        """Add the counts of another histogram with the same scale."""
         if not other.counts:
             return
         if not self.counts:
@@ -102,7 +104,7 @@ class Histogram(msgspec.Struct):
         return sum(self.counts)
 
     def quantile(self, share: float, scale: Scale) -> float:
-        """Return the value below which a share of all values lies, as precise as the bins are.
+        """Return the value below which the given share of all values lies, interpolated within its bin.
 
         >>> Histogram.from_values([1.0, 2.0, 3.0], SCALES["duration"]).quantile(0.5, SCALES["duration"])
         2.25
@@ -114,9 +116,10 @@ class Histogram(msgspec.Struct):
 
 
 class CutMeasures(msgspec.Struct):
-    """Histograms of the measures of cuts, and the cuts with the most extreme ones.
+    """Histograms of the measures of cuts, and the cuts with the most extreme measures.
 
-    For each of ``EXTREMES``, ``extremes`` lists the highest values with the shard and the index of the cut in it.
+    For each ranking in ``EXTREMES``, ``extremes`` lists the highest values, each with the index of the shard and the
+    index of the cut in the shard.
     """
 
     histograms: dict[str, Histogram] = msgspec.field(default_factory=dict)
@@ -124,7 +127,7 @@ class CutMeasures(msgspec.Struct):
 
     @classmethod
     def from_rows(cls, rows: Sequence[dict[str, float]], shard: int) -> Self:
-        """Return the measures of the cuts of a shard; each row holds the values of a cut by the names of ``SCALES``."""
+        """Return the measures of the cuts of a shard; each row maps names of ``SCALES`` to a cut's values."""
         measures = cls({
             name: Histogram.from_values((row[name] for row in rows if name in row), SCALES[name])
             for name in sorted({name for row in rows for name in row})
@@ -152,7 +155,7 @@ class CutMeasures(msgspec.Struct):
             self.extremes[name] = heapq.nlargest(_KEPT_EXTREMES, [*self.extremes.get(name, []), *found])
 
     def pack(self) -> str:
-        """Return the measures as one short text, since there are up to 100,000 commit records with one each."""
+        """Return the measures as one short text, since a run may have 100,000 commit records with one text each."""
         return base64.b64encode(zlib.compress(msgspec.msgpack.encode(self), 6)).decode()
 
     @classmethod
@@ -187,7 +190,9 @@ def supervision_of(cut: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, An
 
 
 def cut_values(cut: Mapping[str, Any]) -> dict[str, float]:
-    """Return the numbers stored in a cut, by the names of ``SCALES``; missing ones are left out."""
+    """Return the measures that can be computed from a cut alone, by their names in ``SCALES``; missing ones are left
+    out.
+    """
     supervision, custom = supervision_of(cut)
     found = {
         "duration": cut.get("duration"),
@@ -208,7 +213,7 @@ def cut_values(cut: Mapping[str, Any]) -> dict[str, float]:
 
 
 def sound_values(target: Sound | None, context: Sound | None) -> dict[str, float]:
-    """Return measures of the audio of a cut, by the names of ``SCALES``; unknown ones are left out."""
+    """Return measures of the audio of a cut, by their names in ``SCALES``; unknown ones are left out."""
     values = {} if target is None else target._asdict()
     if context is not None:
         values["context_speech_level"] = context.speech_level

@@ -37,34 +37,36 @@ from sharmill.shar.fields import (
 from sharmill.shar.tar import open_field
 
 FORMAT_VERSION: Final = 1
-# Maximum wait for other processes that change the index.
+# Maximum time to wait while other processes change the index.
 SECONDS_TO_WAIT_FOR_INDEX = 600.0
-# The maximum size of dataset.json or a line of shards.jsonl, so that no huge sparse file is read into memory.
+# The maximum size of dataset.json and of a line of shards.jsonl, so that a huge sparse file is not read into memory.
 _MAX_BYTES: Final = 16 << 20
 
 T = TypeVar("T")
 Positive = Annotated[int, msgspec.Meta(gt=0)]
-# Numbers that JSON and arrays can hold exactly.
+# Integers that JSON readers and arrays represent exactly.
 _AtMost = Annotated[int, msgspec.Meta(le=1 << 53)]
 _Total = Annotated[int, msgspec.Meta(ge=0, le=1 << 53)]
 
 
 class FieldFile(msgspec.Struct, frozen=True):
-    """A file of a field and shard; ``file`` is its path relative to the dataset directory."""
+    """The file of a field in one shard: its path relative to the dataset directory, its size in bytes and its XXH3
+    checksum.
+    """
 
     file: str
     size: int
     xxh3: str
 
     def __post_init__(self) -> None:
-        # A web server undoes URL quoting, and some take a backslash for a slash.
+        # Web servers decode percent-encoded characters, and some treat a backslash as a slash.
         path = PurePosixPath(unquote(self.file).replace("\\", "/"))
         if path.is_absolute() or ".." in path.parts:
             raise ValueError(f"{self.file!r} lies outside the dataset")
 
     @property
     def max_bytes(self) -> float:
-        """The bytes that the file may have at a URL; infinite if the index does not list its size."""
+        """The maximum size in bytes that the file may have at a URL; infinite if the index does not list its size."""
         return self.size if self.size >= 0 else math.inf
 
     def below(self, directory: Location) -> Location:
@@ -87,12 +89,12 @@ class ShardRecord(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def files(self) -> dict[str, str]:
-        """The names of the files by their fields."""
+        """The path of each field's file, keyed by field."""
         return {field: file.file for field, file in self.fields.items()}
 
     @property
     def seconds(self) -> dict[str, float]:
-        """The seconds of target and context audio by their fields."""
+        """The seconds of audio, keyed by ``target_audio`` and ``context_audio``."""
         return {TARGET_AUDIO: self.target_seconds, CONTEXT_AUDIO: self.context_seconds}
 
 
@@ -101,8 +103,8 @@ class ShardRecord(msgspec.Struct, frozen=True, kw_only=True):
 class CodecRecord(msgspec.Struct, frozen=True, kw_only=True):
     """Facts about a codec that are needed to read its codes, and about how they were made.
 
-    ``codebook_size`` is the number of values that one code can have. ``devices`` lists the kinds of device that made
-    the codes in alphabetical order; it is empty if they are not known.
+    ``codebook_size`` is the number of values that one code can have. ``devices`` lists, in alphabetical order, the
+    kinds of device on which the codes were made; it is empty if they are unknown.
     """
 
     name: str
@@ -118,17 +120,18 @@ class CodecRecord(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def fields(self) -> list[Field]:
-        """The fields of its codes: of targets, and of contexts if the dataset has contexts."""
+        """The fields of the codec's codes: target codes and context codes, even if the dataset has no contexts."""
         return codec_fields(self.name)
 
 
 class DatasetRecord(msgspec.Struct, frozen=True, kw_only=True, dict=True):
-    """The content of ``dataset.json``. ``limits`` are the limits that every context satisfies; empty without contexts.
+    """The content of ``dataset.json``. ``limits`` contains the limits that every context satisfies; empty without
+    contexts.
 
-    ``fields`` are the names of the fields, and ``layout`` describes each of them. A file from before this key existed
-    has the published layout, which ``complete`` fills in. Fields of another tool may lack a description.
+    ``fields`` lists the names of the fields, and ``layout`` describes the fields. A file written before ``layout``
+    existed implies the published layout, which ``complete`` fills in. Fields of another tool may lack a description.
 
-    ``contract: foreign`` means that another tool wrote the files, and sharmill only the index: sharmill's guarantees
+    If ``contract`` is ``foreign``, another tool wrote the shards and sharmill only the index, so sharmill's guarantees
     for cuts and codes do not hold. ``match_precision`` is the precision of the speaker encoder, and ``match_devices``
     lists the kinds of device on which contexts were chosen; it is empty if only CPUs were used.
     """
@@ -151,7 +154,7 @@ class DatasetRecord(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @property
     def has_contexts(self) -> bool:
-        """Return True if the dataset has context audio."""
+        """True if the dataset has context audio."""
         return CONTEXT_AUDIO in self.fields
 
     @property
@@ -196,12 +199,12 @@ class DatasetRecord(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return {field.name: field for field in self.layout}
 
     def complete(self) -> "DatasetRecord":
-        """Return the record with a layout of all known fields, in their order."""
+        """Return the record with a layout of all known fields, in the order of ``fields``."""
         if self.contract != "sharmill":
             return self
         known = {field.name: field for field in self.layout}
         fields = [published_field(name) or known.get(name) for name in dict.fromkeys(self.fields)]
-        # Ignore the file's own description of a published field, except that cuts may lack codes.
+        # Use sharmill's own description of published fields, but take from the file that cuts may lack codes.
         may_lack = {
             name for name, told in known.items() if told.optional and (told.kind == "array" or not told.is_published)
         }
@@ -220,7 +223,7 @@ def open_directory(dataset: str | Location, cache_dir: str | None = None, cache_
     """Return the location of a dataset directory; files behind a URL are read through a cache.
 
     Raises:
-        ConfigError: the URL has no index, or cannot be the URL of a dataset.
+        ConfigError: there is no index at the URL, or the URL or ``cache_gib`` is invalid.
         OSError: a server cannot be reached.
     """
     if not isinstance(dataset, str):
@@ -272,8 +275,8 @@ def read_shards(directory: Location, num_shards: int | None = None) -> Iterator[
     """Yield the lines of ``shards.jsonl``, in the order of the shards.
 
     Args:
-        num_shards: the number of shards that ``dataset.json`` counts. Lines after them belong to an append that was not
-            committed, and not to the dataset; by default they are yielded too.
+        num_shards: the number of shards that ``dataset.json`` counts. Later lines belong to an append that was not
+            committed, and not to the dataset. If None, they are yielded too.
 
     Raises:
         ConfigError: there is no finished dataset.
@@ -283,8 +286,9 @@ def read_shards(directory: Location, num_shards: int | None = None) -> Iterator[
 
 
 def decode_shards(directory: Location, num_shards: int | None, decoder: msgspec.json.Decoder[T]) -> Iterator[T]:
-    """Yield the decoded lines of ``shards.jsonl``; raises as ``read_shards``."""
-    # Read large pieces: each may be a message to a file server, and the index of 100,000 shards has 8,000 small ones.
+    """Yield the decoded lines of ``shards.jsonl``; raises the same errors as ``read_shards``."""
+    # Read large pieces: each read may be a request to a file server, and with small pieces the index of 100,000 shards
+    # takes 8,000 requests.
     with open_index_file(directory, SHARDS_FILE, buffering=1 << 20) as lines:
         try:
             # An overlong line is cut off at the limit and then fails to parse.
@@ -299,7 +303,7 @@ def open_index_file(directory: Location, name: str, *, buffering: int = -1) -> B
 
     Raises:
         ConfigError: there is no finished dataset.
-        DamagedShard: it is not a regular file.
+        DamagedShard: the file is not a regular file.
     """
     try:
         return open_field(directory / name, buffering=buffering)
@@ -326,32 +330,32 @@ def is_indexed(directory: Path) -> bool:
 
 
 def write_shards(directory: Path, shards: Iterable[ShardRecord]) -> None:
-    """Publish ``shards.jsonl``."""
+    """Write ``shards.jsonl`` atomically."""
     with open_atomic(directory / SHARDS_FILE) as stream:
         stream.writelines(msgspec.json.encode(shard, order="sorted") + b"\n" for shard in shards)
 
 
 def write_dataset(directory: Path, record: DatasetRecord) -> None:
-    """Publish ``dataset.json``, the last file of a dataset to be written."""
+    """Write ``dataset.json`` atomically; it must be the last file of a dataset to be written."""
     data = msgspec.json.encode(record.complete())
     write_atomic(directory / DATASET_FILE, msgspec.json.format(data, indent=2) + b"\n")
 
 
 @contextmanager
 def changing_index(directory: Path) -> Iterator[None]:
-    """Prevent other processes from changing the index meanwhile, since two runs may add codecs to one dataset.
+    """Lock the index against changes by other processes, since two runs may add codecs to the same dataset.
 
-    Temporary files that killed processes left are removed.
+    Temporary files of killed processes are removed.
     """
     with FolderLock(directory, wait_seconds=SECONDS_TO_WAIT_FOR_INDEX):
         remove_temp_files(directory, {SHARDS_FILE, DATASET_FILE})
         yield
-    # The dataset may be finished now; make sure that the lock's folder does not reappear after a power failure.
+    # The dataset may be finished now, so make the removal of the lock's folder survive a power failure.
     fsync(directory)
 
 
 def audio_checksum(shards: Sequence[ShardRecord], fields: Sequence[str]) -> str:
-    """Return a checksum of the fields of cuts and audio in ``fields``, which does not depend on codes.
+    """Return a checksum of the contents of ``fields`` (cuts and audio) in all shards, which does not depend on codes.
 
     Raises:
         DamagedShard: a shard lacks one of these fields.

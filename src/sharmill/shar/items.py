@@ -1,8 +1,8 @@
-"""The items of a field: the content of a shard's file for each cut.
+"""The items of a field: the file of a shard contains one item for each cut.
 
-Values are JSON lines. In any other field, each cut has a pair of members of an archive: data, and its lhotse manifest.
-With an index file, single items can be read: opening a file then reads only its index. Without one, opening a file
-reads all headers of an archive, or unpacks all lines.
+In a field of values, an item is a line of JSON. In any other field, an item is a pair of archive members: the data, and
+its lhotse manifest. With an index file, opening a file reads only the index, and each item is read separately. Without
+one, opening a file reads all headers of an archive, or decompresses all lines.
 """
 
 from collections.abc import Iterator, Sequence
@@ -43,7 +43,9 @@ class Item:
 
 
 class FieldWriter(AbstractContextManager["FieldWriter"]):
-    """Writer of one tar field of one shard. The archive is only completed if the ``with`` block exits without error."""
+    """Writes the archive of one field of a shard. The archive is completed only if the ``with`` block exits without
+    error.
+    """
 
     def __init__(self, path: Path) -> None:
         self._stream = open_new(path)
@@ -57,14 +59,14 @@ class FieldWriter(AbstractContextManager["FieldWriter"]):
     def add(self, item: Item) -> int:
         """Append the pair of members of one cut: its data, then its metadata, in the order in which lhotse reads them.
 
-        Return the position of the data in the file.
+        Return the offset of the data in the file.
         """
         if item.data is None:
             return self._add(item.cut_id, NO_DATA, b"", b"")
         return self._add(item.cut_id, item.extension, item.data, _encoder.encode(item.metadata) + b"\n")
 
     def copy(self, table: "ItemTable", number: int) -> None:
-        """Append the pair of members of an item of another archive unchanged.
+        """Append an item of another archive, copying its two members unchanged.
 
         Raises:
             DamagedShard: the two members do not belong together.
@@ -79,18 +81,20 @@ class FieldWriter(AbstractContextManager["FieldWriter"]):
 
 
 class ItemTable:
-    """The items of a tar field, read in any order. The archive stays open as long as the table is referenced.
+    """The items of a tar archive, which can be read in any order. The archive stays open as long as the table is
+    referenced.
 
     Args:
         path: path of the archive.
-        index: its index file. Opening then reads nothing else, and headers are parsed only for requested items.
+        index: the archive's index file. If it is given, opening reads nothing else, and headers are parsed only for
+            requested items.
         ids: the ids of the cuts that the items must belong to.
         salvage: if the archive is damaged, keep the members before the damage.
 
     Attributes:
-        names: names of the members, in order; with an index, only of the last item.
-        headers: positions of the first headers of these members.
-        size: the number of bytes of the file.
+        names: names of the members, in order; with an index, only those of the item read last.
+        headers: offsets of the first headers of these members.
+        size: the size of the file in bytes.
         cut_off: with ``salvage``, the damage after the last member; otherwise None.
 
     Raises:
@@ -116,8 +120,9 @@ class ItemTable:
             _require_ids(self, ids)
 
     def _parse(self, begin: int, end: int | None) -> None:
-        """Parse the members between two positions into the lists; ``end`` is None for the end marker."""
-        # Use lists of values that the garbage collector ignores: a tuple for each member would double its work.
+        """Fill the lists with the members between two offsets; if ``end`` is None, parse up to the end marker."""
+        # Use lists of strings and integers, which the garbage collector ignores: a tuple for each member would double
+        # its work.
         self.names: list[str] = []
         self.headers: list[int] = []
         self._starts: list[int] = []
@@ -132,7 +137,7 @@ class ItemTable:
             raise DamagedShard(f"{self._path} {damage}") from damage
 
     def _find(self, number: int) -> int:
-        """Return the place of an item's first member in the lists; with an index, the lists hold only this item."""
+        """Return the index of an item's first member in the lists; with an index file, they hold only this item."""
         if self._offsets is None:
             return 2 * number
         if number != self._item:
@@ -143,7 +148,7 @@ class ItemTable:
         return 0
 
     def __len__(self) -> int:
-        # A single member at the end counts as an item, so that it is not overlooked.
+        # An unpaired member at the end counts as an item, so that it is not overlooked.
         return (len(self.names) + 1) // 2 if self._offsets is None else len(self._offsets) - 1
 
     def pair(self, number: int) -> tuple[str, str]:
@@ -161,17 +166,17 @@ class ItemTable:
         return cut_id, extension
 
     def raw(self, number: int) -> tuple[str, str, bytes, bytes]:
-        """Return the cut id, the extension, the data and the metadata of an item; raises as ``pair``."""
+        """Return the cut id, extension, data and metadata of an item; raises the same error as ``pair``."""
         cut_id, extension = self.pair(number)
         first = self._find(number)
         return cut_id, extension, self.member(first), self.member(first + 1)
 
     def member(self, number: int) -> bytes:
-        """Return the bytes of a member."""
+        """Return the bytes of a member, given its index in the lists."""
         return self._content[self._starts[number] : self._ends[number]]
 
     def place(self, member: int) -> tuple[int, int]:
-        """Return the position of a member's first byte in the file, and its number of bytes."""
+        """Return the offset of a member's data in the file, and the size of the data in bytes."""
         return self._starts[member], self._ends[member] - self._starts[member]
 
     def item(self, number: int, *, copy: bool = True) -> Item:
@@ -188,7 +193,7 @@ class ItemTable:
             metadata = _decoder.decode(self.member(first + 1))
         except NOT_JSON as error:
             raise self.damage(f"the metadata of '{cut_id}.{extension}' is not JSON: {error}") from error
-        # A view can be used like bytes.
+        # The type is Any because a view can be used like bytes.
         view: Any = memoryview(self._content)[self._starts[first] : self._ends[first]]
         return Item(cut_id, extension, bytes(view) if copy else view, metadata)
 
@@ -212,7 +217,7 @@ class ValueTable:
         return self._lines[number]
 
     def pair(self, number: int) -> tuple[str, str]:
-        """Return the cut id of an item, and ``json``; raises as ``item``."""
+        """Return the cut id of an item, and the extension ``json``; raises the same error as ``item``."""
         return self.item(number).cut_id, "json"
 
     def item(self, number: int, *, copy: bool = True) -> Item:
@@ -243,11 +248,11 @@ def _require_ids(table: ItemTable | ValueTable, ids: Sequence[str]) -> None:
 def open_items(
     path: Location, ids: Sequence[str] | None = None, *, sidecars: Sequence[Location] = ()
 ) -> ItemTable | ValueTable:
-    """Open the items of a field's file, which is a tar archive or JSON lines according to its name.
+    """Open the items of a field's file: a tar archive if its name ends with ``.tar``, otherwise JSON lines.
 
     Args:
         ids: the ids of the cuts that the items must belong to.
-        sidecars: the files beside this one for random access, as ``sidecar_files`` names them.
+        sidecars: the file's sidecars for random access, in the order of ``sidecar_files``; empty to read without them.
 
     Raises:
         DamagedShard: the file is missing or damaged, or its items do not belong to the cuts.
@@ -261,6 +266,8 @@ def open_items(
 
 
 def read_field(path: Location, ids: Sequence[str] | None = None) -> Iterator[Item]:
-    """Return the items of a field's file, in order; raises as ``open_items``, also while the items are read."""
+    """Iterate over the items of a field's file in order; raises the same error as ``open_items``, also during the
+    iteration.
+    """
     table = open_items(path, ids)
     return map(table.item, range(len(table)))

@@ -15,8 +15,8 @@ from sharmill.files.location import Location
 from sharmill.files.stored import NOT_JSON
 from sharmill.shar.tar import open_field
 
-# The maximum size of the cuts of one shard, packed and unpacked. Without a limit, a megabyte of gzip could unpack to a
-# gigabyte of lines, and a sparse file could have any size.
+# The maximum size of the file of cuts of a shard, both compressed and uncompressed. Without a limit, a megabyte of gzip
+# could expand to a gigabyte of lines, and a sparse file could have any size.
 _MAX_CUTS_BYTES: Final = 1 << 28
 
 T = TypeVar("T")
@@ -33,7 +33,7 @@ _id_decoder = msgspec.json.Decoder(_Identified)
 
 
 def write_cuts(path: Path, cuts: Iterable[dict[str, Any]]) -> None:
-    """Write cuts as ``.jsonl.gz``, without time or name in the gzip header."""
+    """Write cuts as ``.jsonl.gz``; the gzip header contains neither time nor name, so equal cuts give equal bytes."""
     write_cut_lines(path, map(_encoder.encode, cuts))
 
 
@@ -44,7 +44,7 @@ def write_cut_lines(path: Path, cuts: Iterable[bytes]) -> None:
 
 
 def write_values(path: Path, attribute: str, values: Iterable[tuple[str, Any]]) -> None:
-    """Write the values of a field in the format of lhotse's JsonlShardWriter, from pairs of cut id and value.
+    """Write the values of a field, given as pairs of cut id and value, in the format of lhotse's JsonlShardWriter.
 
     A cut whose value is None gets a line without a value.
     """
@@ -72,7 +72,7 @@ def read_cut_ids(path: Location) -> Iterator[str]:
 
 
 def decode_cut(path: Location, line: bytes) -> dict[str, Any]:
-    """Return the cut in one line of a file of cuts; raises as ``decode_line``."""
+    """Decode a cut from one line of a file of cuts; raises the same error as ``decode_line``."""
     return decode_line(path, line, _decoder)
 
 
@@ -101,7 +101,7 @@ def read_json_lines(path: Location) -> list[bytes]:
 
 
 def salvage_lines(path: Location) -> tuple[list[bytes], DamagedShard | None]:
-    """Return the lines of a ``.jsonl.gz`` or ``.jsonl`` file, and its damage or None.
+    """Return the lines of a ``.jsonl.gz`` or ``.jsonl`` file, and an error that describes its damage, or None.
 
     If the file is damaged, the lines before the damage are returned; if it is missing, no lines.
     """
@@ -111,7 +111,7 @@ def salvage_lines(path: Location) -> tuple[list[bytes], DamagedShard | None]:
             data = stream.read(min(os.fstat(stream.fileno()).st_size, _MAX_CUTS_BYTES) + 1)
     except DamagedShard as error:
         return [], error
-    # Do not unpack a file that is too large already.
+    # Do not decompress a file that already exceeds the limit.
     problem = None
     if path.name.endswith(".gz") and len(data) <= _MAX_CUTS_BYTES:
         data, problem = _unpack(data)
@@ -119,19 +119,19 @@ def salvage_lines(path: Location) -> tuple[list[bytes], DamagedShard | None]:
         # Drop the content: its lines are not needed, and splitting them would double the memory.
         data, problem = b"", f"the cuts of a shard must not exceed {_MAX_CUTS_BYTES >> 20} MiB"
     lines = data.split(b"\n")
-    # A line that is cut off by the damage does not count.
+    # Drop the last line if it is empty or was cut off by the damage.
     if problem or not lines[-1]:
         lines.pop()
     return lines, DamagedShard(f"{path}: {problem}") if problem else None
 
 
 def _unpack(data: bytes) -> tuple[bytes, str | None]:
-    """Return the content of a gzip file, up to the first block beyond the limit, and a description of its damage."""
+    """Decompress a gzip file up to the first block beyond the size limit; return content, and its damage or None."""
     blocks: list[bytes] = []
     begin, size, problem = 0, 0, None if data else "the file is empty; it is cut off"
     try:
         while begin < len(data) and size <= _MAX_CUTS_BYTES:
-            # Use zlib directly: for a small shard, gzip's own reader would add 5 % to the time of reading it.
+            # Use zlib directly: gzip's own reader would make reading a small shard 5 % slower.
             member = zlib.decompressobj(wbits=31)
             while begin < len(data) and not member.eof and size <= _MAX_CUTS_BYTES:
                 part = data[begin : begin + (1 << 18)]

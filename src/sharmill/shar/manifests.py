@@ -1,8 +1,8 @@
-"""lhotse's manifests of cuts, recordings and arrays, and the utterance that a cut was made from.
+"""Conversion of utterances to lhotse's manifests of cuts, recordings and arrays, and of cuts back to utterances.
 
-Manifests are built as plain mappings, because lhotse's classes would cost more than all other steps of writing a cut;
-tests read them with lhotse. A cut is a pure function of its record and the length of its audio, so the checker can
-compute it again.
+Manifests are built as plain mappings, because building lhotse's objects would take more time than all other steps of
+writing a cut; tests read them with lhotse. A cut is a pure function of its record and the length of its audio, so the
+checker can recompute it.
 """
 
 import re
@@ -29,7 +29,8 @@ from sharmill.manifest import (
 from sharmill.shar.fields import CONTEXT_UNALIGNED
 from sharmill.shar.json_lines import read_cuts
 
-# lhotse takes an object in a ``custom`` mapping for one of its own manifests if it has all keys of one of these sets.
+# lhotse mistakes an object in a ``custom`` mapping for one of its own manifests if it has all keys of one of these
+# sets.
 _TAKEN_BY_LHOTSE: Final = ({"width"}, {"shape"}, {"array"}, {"id", "sources", "sampling_rate"})
 # The suffix that the stage prepare adds to ids that would otherwise not be unique.
 _ID_SUFFIX: Final = re.compile("(-[0-9a-f]{16})?")
@@ -74,7 +75,7 @@ def read_utterances(path: Path) -> Iterator[tuple[dict[str, Any], Utterance]]:
     """Yield the cuts of a file, each with the utterance that it was made from.
 
     Raises:
-        DamagedShard: the file cannot be read, or a cut does not carry its record.
+        DamagedShard: the file cannot be read, or a cut does not contain the record it was made from.
     """
     for cut in read_cuts(path):
         try:
@@ -89,7 +90,7 @@ def utterance_of(cut: dict[str, Any]) -> Utterance:
     Stored ids are ignored except for a suffix that distinguishes files or segments of the same name.
 
     Raises:
-        LookupError, TypeError, ValueError, AttributeError: the cut does not carry a record.
+        LookupError, TypeError, ValueError, AttributeError: the cut does not contain a record.
     """
     supervision = cut["supervisions"][0]
     custom = supervision["custom"]
@@ -112,13 +113,15 @@ def utterance_of(cut: dict[str, Any]) -> Utterance:
 
 
 def _with_suffix(made: str, stored: str) -> str:
-    """Return ``stored`` if it is ``made``, perhaps with the hash that makes an ambiguous id unique; else ``made``."""
+    """Return the stored id if it is ``made``, with or without the hash that makes an ambiguous id unique; else
+    ``made``.
+    """
     return stored if stored.startswith(made) and _ID_SUFFIX.fullmatch(stored, len(made)) else made
 
 
 @lru_cache(maxsize=100_000)
 def _language(tag: str, original: str) -> str:
-    """Return the language of a tag as the record spells it: ``en-US`` if the tag has ``en_US`` for NeMo."""
+    """Return the language of a speaker tag as the original tag spells it: ``en-US`` if the tag has NeMo's ``en_US``."""
     language = parse_speaker_tag(tag).language
     found = re.search(r"\bLanguage:(\S+)", original)
     return found[1] if found and nemo_language(found[1]) == language else language
@@ -132,12 +135,12 @@ def plain_value(value: Any) -> Any:
 
 
 def context_id(recording_id: str, offset: float, duration: float) -> str:
-    """Return the id of the Recording in ``context_audio``."""
+    """Return the id of the Recording in ``context_audio``, for a context's recording, offset and duration (seconds)."""
     return f"context_cut-{recording_id}-{offset:.2f}-{duration:.2f}"
 
 
 def recording_json(recording_id: str, sampling_rate: int, num_samples: int) -> dict[str, Any]:
-    """Return a Recording whose data is stored beside it in the archive."""
+    """Return the manifest of a Recording whose data is stored next to it in the archive."""
     return {
         "id": recording_id,
         "sources": [{"type": "shar", "channels": [0], "source": ""}],
@@ -149,10 +152,10 @@ def recording_json(recording_id: str, sampling_rate: int, num_samples: int) -> d
 
 
 def array_json(shape: tuple[int, ...]) -> dict[str, Any]:
-    """Return an Array whose data is stored beside it in the archive."""
+    """Return the manifest of an Array whose data is stored next to it in the archive."""
     return {"storage_type": "shar", "storage_path": "", "storage_key": "", "shape": list(shape)}
 
 
 def temporal_array_json(shape: tuple[int, ...], frame_shift: float) -> dict[str, Any]:
-    """Return a TemporalArray whose last dimension is time, in frames of ``frame_shift`` seconds."""
+    """Return the manifest of a TemporalArray whose last dimension is time, in frames of ``frame_shift`` seconds."""
     return {"array": array_json(shape), "temporal_dim": -1, "frame_shift": frame_shift, "start": 0}

@@ -1,4 +1,4 @@
-"""Index files beside shards, which allow reading one item alone; ``sharmill.shar.sidecars`` writes them."""
+"""Reading of single items through the index files beside shards, which ``sharmill.shar.sidecars`` writes."""
 
 from collections.abc import Sequence
 from typing import Final
@@ -11,15 +11,20 @@ from sharmill.shar.json_lines import read_json_lines
 from sharmill.shar.tar import load, open_field
 
 _OFFSET: Final = np.dtype("<u8")
-# Enough for eight million items.
+# The maximum size of an index file, which is enough for eight million items.
 _MAX_INDEX_BYTES: Final = 64 << 20
 
 
 def read_offsets(index: Location, path: Location, size: int) -> np.ndarray:
-    """Return where each item of a file of ``size`` bytes begins, and the file's end, from its index file.
+    """Read the offsets of a file's items, followed by the file's size in bytes, from its index file.
+
+    Args:
+        index: the index file.
+        path: the indexed file, for messages.
+        size: the actual size of the indexed file in bytes.
 
     Raises:
-        DamagedShard: the index is missing or belongs to another file.
+        DamagedShard: the index is missing, damaged, or belongs to another file.
     """
     with open_field(index) as stream:
         content = stream.read(_MAX_INDEX_BYTES + 1)
@@ -32,9 +37,12 @@ def read_offsets(index: Location, path: Location, size: int) -> np.ndarray:
 
 
 class IndexedLines:
-    """The lines of an uncompressed file, each read only when requested; raises as ``read_offsets``.
+    """The lines of an uncompressed file, each read only when requested.
 
     The file stays open as long as this object is referenced.
+
+    Raises:
+        DamagedShard: on construction, if the file or its index is missing, or the index belongs to another file.
     """
 
     def __init__(self, path: Location, index: Location) -> None:
@@ -50,7 +58,7 @@ class IndexedLines:
 
 
 def open_indexed_lines(path: Location, sidecars: Sequence[Location]) -> IndexedLines | list[bytes]:
-    """Return the lines of a file; with ``sidecars``, read them through its uncompressed copy and the index."""
+    """Return the lines of a file; with ``sidecars``, each is read on request from the uncompressed copy of the file."""
     if not sidecars:
         return read_json_lines(path)
     *plain, index = sidecars

@@ -1,7 +1,8 @@
 """Finding shards by their file names, and rebuilding ``shards.jsonl`` and ``dataset.json`` from them.
 
 The shards are either sharmill's own, whose index was lost, or another tool's. Facts that the files do not contain are
-taken from the old ``dataset.json`` if it is readable, or from the caller, who may know a codec. Guesses are reported.
+taken from the old ``dataset.json`` if it is readable, or from the caller, who may describe codecs. Inferred facts are
+reported.
 """
 
 import os
@@ -42,7 +43,7 @@ from sharmill.shar.items import read_field
 from sharmill.shar.json_lines import decode_cut, read_cuts, salvage_lines
 
 _UNKNOWN = "unknown"
-# The number is missing if lhotse was told to write a single shard.
+# A file name has no number if lhotse was told to write a single shard.
 _SHARD_FILE: Final = re.compile(r"([^.]+)(?:\.([0-9]+))?\.(tar|jsonl|jsonl\.gz)")
 _COMPRESSED_ARCHIVE: Final = re.compile(r"[^.]+(?:\.[0-9]+)?\.(?:tar\.(?:gz|bz2|xz|zst)|tgz)")
 # More folders than a dataset has, however deeply its fields are nested.
@@ -53,7 +54,8 @@ def find_foreign_shards(directory: Path) -> list[ShardRecord]:
     """Find the shards of another tool in a folder, as ``find_shards`` does.
 
     Raises:
-        ConfigError: sharmill wrote the shards. Without an index they are incomplete, and some may be missing.
+        ConfigError: sharmill wrote the shards, so without an index some may be missing. ``find_shards`` raises further
+            errors.
     """
     shards = find_shards(directory)
     if _are_own(directory, shards):
@@ -82,7 +84,7 @@ def _are_own(directory: Path, shards: Iterable[ShardRecord]) -> bool:
 def find_shards(directory: Path, *, complete: bool = True) -> list[ShardRecord]:
     """Find the shards of a folder without using its index, in numerical order: 2 comes before 10.
 
-    Two layouts are known. In lhotse's layout all files are in one folder (``cuts.000000.jsonl.gz``,
+    Two layouts are supported. In lhotse's layout all files are in one folder (``cuts.000000.jsonl.gz``,
     ``recording.000000.tar``), and a field is named after its files. In the layout of sharmill and the published scripts
     each field has a folder (``cuts/cuts.000000.jsonl.gz``, ``codes_x/target_codes/codes.000000.tar``) and is named
     after it. Other files (``.idx`` beside a shard, notes) and hidden files are ignored.
@@ -154,7 +156,7 @@ def _list_files(directory: Path, *, nested: bool) -> Iterator[str]:
     seen: set[str] = set()
     for root, folders, names in os.walk(directory, followlinks=True):
         real = os.path.realpath(root)
-        if real in seen:  # a link leads in a circle
+        if real in seen:  # symbolic links form a cycle
             folders[:] = []
             continue
         if len(seen) == _MAX_FOLDERS:
@@ -172,7 +174,7 @@ def _list_files(directory: Path, *, nested: bool) -> Iterator[str]:
 
 
 class CodecFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """Facts about a codec that a user gives. ``num_codebooks`` is read from the files."""
+    """Facts about a codec from the user. ``num_codebooks`` is not among them, since it is read from the files."""
 
     name: str
     codebook_size: Positive | None = None
@@ -185,7 +187,7 @@ class CodecFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass
 class _CodecSeen:
-    """Facts about a codec that occur in the files of all shards."""
+    """Facts about a codec, collected from the files of all shards. ``rates`` are sampling rates of audio in Hz."""
 
     num_codebooks: set[int] = field(default_factory=set)
     frame_shifts: set[float] = field(default_factory=set)
@@ -211,7 +213,8 @@ def parse_codec_facts(text: str) -> CodecFacts:
 
 
 def rebuild_index(directory: Path, facts: Sequence[CodecFacts] = (), *, name: str | None = None) -> Iterator[str]:
-    """Rebuild the index, and yield lines that report what was found, taken over and inferred.
+    """Rebuild the index, and yield lines that report what was found, what was taken from the old index, and what was
+    inferred.
 
     Every file is read to its end. Nothing is written unless all shards are intact.
 
@@ -240,7 +243,8 @@ def rebuild_index(directory: Path, facts: Sequence[CodecFacts] = (), *, name: st
     audio: set[tuple[str, int]] = set()
     records = [_record(directory, shard, seen, audio) for shard in found]
     fields = list(found[0].fields)
-    # If contexts were added or removed since the old index, its limits and contract do not apply to these files.
+    # If contexts were added or removed after the old index was written, its limits and contract do not apply to these
+    # files.
     own = old is not None and old.contract == "sharmill" and bool(old.limits) == (CONTEXT_AUDIO in fields)
     if old is not None and old.contract == "sharmill" and not own:
         before, now = ("with", "without") if old.limits else ("without", "with")
@@ -291,7 +295,7 @@ def rebuild_index(directory: Path, facts: Sequence[CodecFacts] = (), *, name: st
 def _record(
     directory: Path, shard: ShardRecord, seen: dict[str, _CodecSeen], audio: set[tuple[str, int]]
 ) -> ShardRecord:
-    """Return the record of a shard; add its codec facts to ``seen``, its formats and sampling rates to ``audio``."""
+    """Return the record of a shard; add codec facts to ``seen``, and audio formats with sampling rates to ``audio``."""
     files = {}
     for name, file in shard.files.items():
         path = directory / file
@@ -313,7 +317,7 @@ def _record(
 def _read_field(
     name: str, path: Path, ids: list[str], seen: dict[str, _CodecSeen], audio: set[tuple[str, int]]
 ) -> float:
-    """Return the seconds of audio in a field, whose items must belong to the cuts."""
+    """Return the seconds of audio in a field whose items must belong to ``ids``; add to ``seen`` and ``audio``."""
     seconds = 0.0
     codec = codec_of_field(name)
     for item in read_field(path, ids):
@@ -337,7 +341,7 @@ def _read_field(
 def _codec(
     name: str, seen: _CodecSeen, facts: Sequence[CodecFacts], old: DatasetRecord | None, inferred: list[str]
 ) -> CodecRecord:
-    """Return the record of a codec: from the given facts, else from the old index, else from the files."""
+    """Return the record of a codec: from the old index if no facts were given, otherwise from facts and files."""
     given = next((fact for fact in facts if fact.name == name), None)
     before = next((codec for codec in old.codecs if codec.name == name), None) if old else None
     if given is None and before is not None:

@@ -1,8 +1,9 @@
-"""Index files beside the shards, by which lhotse 2 reads any cut by its number: ``CutSet.from_shar(indexed=True)``.
+"""Index files (sidecars) beside shards, with which lhotse 2 reads any cut by number:
+``CutSet.from_shar(indexed=True)``.
 
-Their format: little-endian 64-bit offsets of the items of a file, followed by the size of the file. Compressed lines
-cannot be indexed, so cuts and values get uncompressed copies. sharmill's own reader needs sidecars only for
-``shuffle="global"``.
+An index file contains the offsets of a file's items and then the file's size, all as little-endian 64-bit integers.
+Compressed lines cannot be indexed, so files of cuts and of values get uncompressed copies. sharmill's own reader needs
+sidecars only for ``shuffle="global"``.
 """
 
 from collections.abc import Sequence
@@ -25,15 +26,16 @@ from sharmill.shar.reading.shard_source import IndexedShardSource
 def write_sidecars(dataset: str | Path, into: str | Path | None = None) -> None:
     """Write the index files of a finished dataset, and uncompressed copies of its cuts and values.
 
-    If the installed lhotse knows index packs, ``dataset.idxpack`` also holds all of them in one file, with a collection
-    per field: its role and source are the name of the field, and its kind is ``json-lines`` or ``tar-members``. The
-    paths in a pack are absolute, because lhotse would resolve others against the working directory of the reader. A
-    dataset that was moved therefore needs a new pack.
+    If the installed lhotse supports index packs, all index files are also combined in ``dataset.idxpack``, with one
+    collection per field. A collection's role and source are the name of the field, and its kind is ``json-lines`` or
+    ``tar-members``. The paths in a pack are absolute, because lhotse would resolve relative paths against the working
+    directory of the reader. A dataset that was moved therefore needs a new pack.
 
     Args:
         dataset: the dataset directory.
-        into: where to write them, in subfolders as in the dataset; by default in the dataset itself, where the checker
-            recognizes them. No other command updates them, so write them again after adding a codec or shards.
+        into: the folder to write them to, in the same subfolders as in the dataset; by default the dataset directory,
+            where the checker recognizes them. No other command updates them, so write them again after adding a codec
+            or shards.
 
     Raises:
         ConfigError: the dataset is not finished, or a folder is not writable or is a link.
@@ -50,7 +52,7 @@ def write_sidecars(dataset: str | Path, into: str | Path | None = None) -> None:
     num_shards = read_dataset(directory).num_shards
     require_writable(root)
     with changing_index(root):
-        # A pack of earlier index files, and what a killed process has left of one.
+        # Remove an earlier index pack, and any unfinished pack of a killed process.
         remove(root / INDEX_PACK_FILE, *root.glob(f".{INDEX_PACK_FILE}.tmp.*"))
         shards = list(read_shards(directory, num_shards))
         for shard in shards:
@@ -90,13 +92,13 @@ def indexed_shar(
 
 
 def _indexed_file(name: str, directory: Path, root: Path) -> tuple[Path, Path]:
-    """Return the file that is indexed for a file of the dataset, itself or its uncompressed copy, and the index."""
+    """Return the file to index for a file of the dataset (itself or its uncompressed copy), and the index file."""
     *plain, index = sidecar_files(name)
     return (root / plain[0] if plain else directory / name), root / index
 
 
 def _write_sidecars_of(name: str, directory: Path, root: Path) -> None:
-    """Write the index of one file of a shard, and the uncompressed copy of its lines if it has lines."""
+    """Write the index of one file of a shard and, if the file is compressed, an uncompressed copy."""
     *plain, index = sidecar_files(name)
     folder = (root / index).parent
     make_folder(folder)
@@ -115,7 +117,7 @@ def _write_sidecars_of(name: str, directory: Path, root: Path) -> None:
 
 
 def _write_index_pack(shards: Sequence[ShardRecord], directory: Path, root: Path) -> None:
-    """Write the index files of all shards into one file, if lhotse has the format."""
+    """Combine the index files of all shards in one index pack, if the installed lhotse supports packs."""
     try:
         from lhotse.index_pack import IndexPackCollectionSpec, write_index_pack
     except ImportError:
@@ -131,7 +133,7 @@ def _write_index_pack(shards: Sequence[ShardRecord], directory: Path, root: Path
         IndexPackCollectionSpec(field, "tar-members" if paths[0].endswith(".tar") else "json-lines", field, paths)
         for field, paths in fields.items()
     ]
-    # With their sizes given, files whose times lie in the future are taken too.
+    # Pass the sizes, so that lhotse also accepts files whose modification times are in the future.
     sizes = {path: Path(path).stat().st_size for path in indices}
     pack = root / INDEX_PACK_FILE
     with stopping_errors(pack):

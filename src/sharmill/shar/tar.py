@@ -1,8 +1,9 @@
-"""Tar archives: writing reproducible bytes, and walking over the headers of archives, strictly or tolerantly.
+"""Writing of tar archives with reproducible bytes, and reading of the headers of archives, strictly or tolerantly.
 
-Formats read: ustar, GNU long names, PAX paths and sizes (POSIX.1-2001). Headers written contain no time and no owner.
-Shards are read strictly: anything but regular members in order up to an end marker is damage. Archives of other tools
-may contain folders, symbolic links, devices and sparse files, which are skipped, and hard links to earlier members.
+The readable formats are ustar, GNU long names, and PAX paths and sizes (POSIX.1-2001). Written headers contain neither
+time nor owner. In a shard, which is read strictly, anything but regular members followed by an end marker is damage.
+Archives of other tools may also contain folders, symbolic links, devices and sparse files, which are skipped, and hard
+links to earlier members.
 """
 
 import errno
@@ -26,19 +27,21 @@ END: Final = bytes(2 * BLOCK)
 _MAX_READ_BYTES: Final = 1 << 19
 # Large enough to read a header, the short text that follows it and the next header at once.
 _WINDOW_BYTES: Final = 4096
-# Names and PAX records are short. A larger one is damage, or an attempt to exhaust memory.
+# The maximum size of a header extension. Names and PAX records are short; a larger one is damage, or an attempt to
+# exhaust memory.
 _MAX_EXTENSION_BYTES: Final = 1 << 20
 _GNU_LONG_NAME: Final = b"L"
 _GNU_LONG_LINK: Final = b"K"
 _PAX_HEADER: Final = b"x"
-# Headers that describe the next one. Other archives may also have GNU long links, and Sun's or global PAX headers.
+# Types of headers that describe the next header. Archives that are not shards may also have GNU long links, and Sun's
+# or global PAX headers.
 _SHARD_EXTENSIONS: Final = (_GNU_LONG_NAME, _PAX_HEADER)
 _EXTENSIONS: Final = (*_SHARD_EXTENSIONS, _GNU_LONG_LINK, b"X", b"g")
 _SHARD_REGULAR: Final = (b"0", b"\0")
 _CONTIGUOUS: Final = b"7"
 _SPARSE: Final = b"S"
 _HARD_LINK: Final = b"1"
-# Links, devices, folders and FIFOs have no data, whatever size their headers give.
+# Types of members without data, regardless of the size in their headers: links, devices, folders and FIFOs.
 _WITHOUT_DATA: Final = (_HARD_LINK, b"2", b"3", b"4", b"5", b"6")
 _PAX_LENGTH: Final = re.compile(rb"([0-9]{1,7}) ")
 _DECIMAL: Final = re.compile(rb"[0-9]{1,19}")
@@ -46,14 +49,14 @@ _OCTAL: Final = re.compile(rb"[0-7]+")
 
 
 def _sum_fixed(header: bytes) -> int:
-    """Return the sum of a header without name and size, counting the checksum as blanks as the format requires."""
+    """Return the byte sum of a header without name and size; the checksum counts as spaces, as the format requires."""
     return sum(header) - sum(header[124:135]) - sum(header[148:156]) + 8 * ord(" ")
 
 
 # The longest name and the largest size that fit into a header of one block.
 _MAX_NAME: Final = 100
 _MAX_SIZE: Final = 0o77777777777
-# Headers without names, as sharmill and lhotse write them.
+# Headers with empty names in the two forms that sharmill and lhotse write.
 _TEMPLATE, _USTAR_TEMPLATE = (tarfile.TarInfo("").tobuf(form) for form in (tarfile.GNU_FORMAT, tarfile.USTAR_FORMAT))
 _TEMPLATE_SUM: Final = _sum_fixed(_TEMPLATE)
 # Splits a header into name, mode and owner, digits of the size, time, digits of the checksum, and the rest.
@@ -65,9 +68,9 @@ _GNU, _USTAR = (
 
 
 def write_member(stream: BinaryIO, name: str, data: bytes) -> int:
-    """Append a member to an archive, and return the number of bytes before its data.
+    """Append a member to an archive, and return the size of its header in bytes.
 
-    The same members always give the same bytes. The caller ends the archive with ``END``.
+    The same members always give the same bytes. The caller must complete the archive with ``END``.
     """
     header = tar_header(name, len(data))
     stream.write(header)
@@ -77,12 +80,12 @@ def write_member(stream: BinaryIO, name: str, data: bytes) -> int:
 
 
 def padded(size: int) -> int:
-    """Return the number of bytes that data of this size takes in an archive."""
+    """Return the number of bytes that data of this size occupies in an archive, including the padding."""
     return size + -size % BLOCK
 
 
 def tar_header(name: str, size: int) -> bytes:
-    """Return the header of a member as ``tarfile`` makes it; a header of one block takes a tenth of the time."""
+    """Return the same header as ``tarfile`` for a member; a header of one block takes a tenth of ``tarfile``'s time."""
     encoded = name.encode("utf-8", "surrogateescape")
     if len(encoded) > _MAX_NAME or size > _MAX_SIZE:
         header = tarfile.TarInfo(name)
@@ -95,7 +98,7 @@ def tar_header(name: str, size: int) -> bytes:
 
 
 def clean_name(name: str) -> str:
-    """Return the name of a member without ``.`` and superfluous slashes, in which archives differ.
+    """Return the name of a member without ``.`` components and superfluous slashes, in which tools differ.
 
     >>> clean_name("./one.wav"), clean_name("/data//one.wav")
     ('one.wav', 'data/one.wav')
@@ -108,9 +111,9 @@ class TarMember(NamedTuple):
 
     Attributes:
         name: as stored in the archive; bytes that are not UTF-8 are escaped by surrogates.
-        header: position of its first header.
-        start: position of its first byte.
-        size: number of bytes; -1 for a hard link whose target does not come earlier in the archive.
+        header: offset of its first header in the archive.
+        start: offset of its data in the archive.
+        size: size of its data in bytes; -1 for a hard link whose target does not come earlier in the archive.
     """
 
     name: str
@@ -120,11 +123,11 @@ class TarMember(NamedTuple):
 
 
 class TarDamage(Exception):
-    """Damage from which on an archive cannot be read; the message begins with a verb whose subject is the archive.
+    """Damage after which an archive cannot be read; the message begins with a verb whose subject is the archive.
 
     Attributes:
         name: the name of the member that is cut off, if known.
-        header: position of the first header of the member concerned.
+        header: offset of the first header of the damaged member.
     """
 
     def __init__(self, what: str, name: str = "") -> None:
@@ -134,7 +137,7 @@ class TarDamage(Exception):
 
 
 class Window:
-    """The bytes of an open file, accessed by slices; consecutive slices share few reads."""
+    """The bytes of an open file, accessed by slices; slices close to each other share one read."""
 
     def __init__(self, stream: BinaryIO) -> None:
         self._descriptor = stream.fileno()
@@ -153,7 +156,7 @@ class Window:
         return self._bytes[begin - self._start : end - self._start]
 
 
-# The bytes of an archive that is mapped, in memory, or read in parts.
+# The bytes of an archive that is memory-mapped, in memory, or read in parts.
 Content = mmap.mmap | bytes | Window
 
 
@@ -165,18 +168,20 @@ def walk(
     strict: bool,
     earlier: dict[str, tuple[int, int]] | None = None,
 ) -> Iterator[tuple[str, int, int, int]]:
-    """Yield the regular members of an archive as plain tuples of a ``TarMember``'s values, which are faster.
+    """Yield the regular members of an archive as plain tuples with the values of ``TarMember``, since these are faster.
 
-    A hard link, which tar writes for the second name of a file, has the place of the earlier member's bytes.
+    A hard link, which tar writes for the second name of a file, is yielded with the offset and size of the earlier
+    member's data.
 
     Args:
         data: all bytes of the archive.
-        begin: position of the first header of a member.
-        end: position where the last member ends; None for all up to the end marker.
+        begin: offset of the first header of a member.
+        end: offset where the last member ends; None to read up to the end marker.
         strict: read the archive as a shard: other kinds of members, bytes in the padding, and a wrong end marker are
             damage.
-        earlier: places of the members before the next one yielded, by their clean names; the caller adds to it. By
-            default the archive is walked again from ``begin`` to find them if there is a hard link.
+        earlier: offset and size of the data of each earlier member, by clean name; the caller must add every member
+            that is yielded. By default, the archive is read again from ``begin`` to find them if it contains a hard
+            link.
 
     Raises:
         TarDamage: a header is damaged, the archive is cut off, or no member ends at ``end``. Tar archives have no
@@ -184,11 +189,12 @@ def walk(
     """
     first, num_bytes = begin, len(data)
     places = {} if earlier is None else earlier
-    known = 0  # position of the header before which all members are in ``places``
+    known = 0  # all members before this offset are in ``places``
     try:
         while end is None or first < end:
             header = data[first : first + BLOCK]
-            # Parse the form that sharmill and lhotse write directly, in a fifth of the time of ``_read_headers``.
+            # Parse the forms that sharmill and lhotse write directly, which takes a fifth of the time of
+            # ``_read_headers``.
             name, owner, digits, time, checksum, rest = _split_header(header.ljust(BLOCK))
             form, fixed_sum = _GNU if rest == _GNU[0][2] else _USTAR
             if (
@@ -237,10 +243,10 @@ def _check_end(data: Content, position: int) -> None:
 
 
 def _read_headers(data: Content, position: int, *, strict: bool) -> tuple[bytes, int, int, bool, bytes]:
-    """Return name, start, size, regular and link of a member of any kind.
+    """Return name, start, size, regular and link of a member of any kind, whose first header is at ``position``.
 
-    The name and ``link`` (the name of the earlier member, for a hard link) are bytes, ``start`` is the position of the
-    member's data, and ``regular`` is True for a regular file.
+    The name and ``link`` (the name of the earlier member, if the member is a hard link) are bytes; ``start`` is the
+    offset of the member's data; and ``regular`` is True for a regular file.
     """
     long_name: bytes | None = None
     link: bytes | None = None
@@ -289,7 +295,7 @@ def _take(data: Content, position: int, length: int) -> bytes:
 
 
 def _stored_size(header: bytes, position: int) -> int:
-    """Return the size in a header."""
+    """Return the size in a header; raise TarDamage if the header is invalid."""
     size = _parse_number(header[124:136])
     if size is None or not has_right_checksum(header):
         raise TarDamage(f"is damaged at byte {position}: there is no header")
@@ -297,7 +303,7 @@ def _stored_size(header: bytes, position: int) -> int:
 
 
 def has_right_checksum(header: bytes) -> bool:
-    """Return True if the checksum of a header is correct; it is computed with blanks in its own place."""
+    """Return True if the checksum of a header is correct; it is computed with spaces in place of the checksum."""
     stated = _parse_number(header[148:156])
     # The lower half of Adler-32 is 1 more than the sum of the bytes, modulo 65,521.
     found = zlib.adler32(header[156:], zlib.adler32(header[:148])) & 0xFFFF
@@ -305,23 +311,23 @@ def has_right_checksum(header: bytes) -> bool:
 
 
 def _parse_number(field: bytes) -> int | None:
-    """Return the number in a field of a header; None if it contains none."""
+    """Return the number in a field of a header, or None if the field contains no number."""
     if field[0] == 0x80:  # GNU's binary sizes, from 8 GiB
         return int.from_bytes(field[1:], "big")
-    # Do not leave this to int(), which also accepts a sign: a negative size would lead backwards.
+    # Do not use int() alone, which also accepts a sign: with a negative size, the reader would go backwards.
     digits = field.strip(b" \0")
     return int(digits, 8) if _OCTAL.fullmatch(digits) else None
 
 
 def _plain_name(header: bytes) -> bytes:
-    """Return the name in a header itself, including the prefix of ustar."""
+    """Return the name in a member's own header, including the prefix of ustar."""
     name = header[:100].rstrip(b"\0")
     prefix = header[345:500].rstrip(b"\0") if header[257:263] == b"ustar\0" else b""
     return prefix + b"/" + name if prefix else name
 
 
 def _parse_pax(records: bytes, position: int) -> dict[bytes, bytes]:
-    """Return the values of a PAX header by their keywords."""
+    """Return the values of a PAX header, by keyword."""
     values = {}
     while records:
         match = _PAX_LENGTH.match(records)
@@ -346,7 +352,7 @@ def _skip_sparse_map(data: Content, header: bytes, start: int) -> int:
 
 
 def load(path: Location, *, in_parts: bool = False) -> mmap.mmap | bytes:
-    """Return the bytes of a shard file, mapped if it is large or will only be read in parts.
+    """Return the bytes of a shard file, memory-mapped if it is large or will be read only in parts.
 
     A mapped file stays open as long as its bytes are referenced.
 
@@ -365,7 +371,7 @@ def open_field(path: Location, *, buffering: int = -1) -> BinaryIO:
     """Open a file of a shard for reading.
 
     Raises:
-        DamagedShard: the file is missing, not a regular file, or differs on its server from the index.
+        DamagedShard: the file is missing, not a regular file, or differs on its server from the index entry.
     """
     try:
         return open_location(path, buffering=buffering)

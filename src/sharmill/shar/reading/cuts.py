@@ -1,4 +1,4 @@
-"""Construction of lhotse cuts and items from JSON, about ten times faster than lhotse does it.
+"""Construction of lhotse's cuts and items from JSON, about ten times faster than by lhotse itself.
 
 Manifests in the usual layout of sharmill and lhotse are constructed directly. Manifests with further keys (features,
 transforms, video) are left to lhotse's own functions.
@@ -43,7 +43,7 @@ def read_cut(values: dict[str, Any]) -> Cut:
 
     Raises:
         ValueError, TypeError, LookupError, AttributeError, AssertionError (``MALFORMED``): the values are not a cut, or
-            its audio is not in a file.
+        contain something that must not be loaded.
     """
     if values.get("type") != "MonoCut" or not (_CUT_NEEDS <= values.keys() <= _CUT_KEYS):
         if values.get("type") not in ("MonoCut", "MultiCut", "MixedCut", "Cut"):
@@ -75,7 +75,7 @@ def make(kind: type[T], attributes: dict[str, Any]) -> T:
 
 
 def is_method_of_cuts(name: str) -> bool:
-    """Return True if lhotse's cuts use a name for something other than data, so that no field can have it."""
+    """Return True if ``name`` is a method or property of lhotse's cuts, so that no field can have this name."""
     return name not in MonoCut.__dataclass_fields__ and hasattr(MonoCut, name)
 
 
@@ -83,9 +83,9 @@ def read_item(metadata: dict[str, Any], extension: str, data: bytes) -> Any:
     """Return a cut's item of a tar field: a Recording, Array, TemporalArray or Features with its data in memory.
 
     Raises:
-        ValueError, TypeError, LookupError, AttributeError, AssertionError (``MALFORMED``): it is none of these, or it
-            contains something that would be loaded from elsewhere.
-        DamagedShard: it is an array that cannot be loaded.
+        ValueError, TypeError, LookupError, AttributeError, AssertionError (``MALFORMED``): the metadata describes none
+        of these, or contains something that would be loaded from elsewhere.
+        DamagedShard: the data is an array that cannot be loaded.
     """
     keys = metadata.keys()
     if keys == _RECORDING_KEYS:
@@ -121,14 +121,17 @@ def with_id(recording: Recording, recording_id: str) -> Recording:
 
 
 def _memory_source(channels: list[int], data: bytes, seconds: Any) -> SafeSource:
-    """Make the source of a recording that claims a duration in seconds; None if it claims none."""
+    """Return the source of a recording whose data is in memory; ``seconds`` is the duration that it claims, or None."""
     claimed = seconds if seconds is None or type(seconds) in (int, float) else 0.0
     attributes = {"type": "memory", "channels": channels, "source": data, "video": None, "claimed": claimed}
     return make(SafeSource, attributes)
 
 
 def _require_safe(values: Any) -> None:
-    """Raise ValueError if lhotse would load anything from outside the dataset; see the module ``safety``."""
+    """Raise ValueError if the values contain something that must not be loaded; see the module ``safety``.
+
+    Make sources unloadable if they are not regular files.
+    """
     if found := find_forbidden(values):
         raise ValueError(f"it has {found}, which is not loaded")
     block_sources(values)
@@ -159,7 +162,7 @@ def _make_recording(values: dict[str, Any]) -> Recording:
 
 def _array(shape: list[int], extension: str, data: bytes) -> Array:
     if extension == "npy":
-        array_layout(data, "its array")  # check it here, since its origin is no longer known when it is loaded
+        array_layout(data, "its array")  # check now: an error on loading could not name the shard
     storage = {"storage_type": STORAGE_TYPES[extension], "storage_path": "", "storage_key": data, "shape": shape}
     return make(MemoryArray, storage)
 

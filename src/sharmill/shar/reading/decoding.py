@@ -1,4 +1,4 @@
-"""Decoding the audio of cuts before it is used, by libraries that release Python's lock and so profit from threads."""
+"""Decoding of audio before cuts are used. The libraries release Python's global lock, so threads decode in parallel."""
 
 import os
 
@@ -38,10 +38,10 @@ def decode_audio(cut: Cut, shard: OpenShard) -> Cut:
 
 
 class _DecodedSource(SafeSource):
-    """An audio source in memory that has already been decoded, so that loading takes a slice.
+    """An audio source in memory that has already been decoded, so that loading only copies a slice of the samples.
 
     It still holds the encoded bytes, so all of lhotse's operations work on it (``resample``, ``truncate``, saving). A
-    copy made by ``dataclasses.replace`` decodes again.
+    copy made by ``dataclasses.replace`` is decoded again when it is loaded.
     """
 
     samples: np.ndarray
@@ -70,7 +70,7 @@ def _decode_recording(recording: Recording) -> Recording:
         Exception: any exception that lhotse raises for audio that cannot be decoded.
     """
     (source,) = recording.sources
-    # For formats other than FLAC and WAV, lhotse chooses the decoder, and resamples Opus.
+    # Leave all formats but FLAC and WAV to lhotse, which chooses the decoder and resamples Opus.
     if source.source[:4] in (b"fLaC", b"RIFF"):
         if isinstance(source, SafeSource):
             source.check()
@@ -82,13 +82,14 @@ def _decode_recording(recording: Recording) -> Recording:
 
 
 def decode_samples(data: bytes) -> np.ndarray:
-    """Return the samples of FLAC or WAV data, int16 or float32 (channels, num_samples), faster than libsndfile.
+    """Decode FLAC or WAV data, and return samples (channels, num_samples) of type int16 or float32.
 
-    Data that ``decode_flac`` does not support is decoded by libsndfile.
+    libsndfile decodes only data that the faster ``decode_flac`` does not support.
     """
     samples = decode_flac(data)
     if samples is None:
-        # libsndfile reads a file of the operating system without Python; for other objects each read takes the lock.
+        # libsndfile reads from a file descriptor without Python's help; each read from a Python object would take the
+        # global lock.
         with os.fdopen(os.memfd_create("sharmill"), "w+b") as file:
             file.write(data)
             file.seek(0)

@@ -1,4 +1,4 @@
-"""The cuts of an epoch that are left for a part, read in order and decoded ahead."""
+"""Reads the cuts of an epoch that a part (a rank, or one of its workers) has left, and decodes audio ahead of use."""
 
 from collections.abc import Iterator
 from contextlib import suppress
@@ -28,20 +28,21 @@ from sharmill.shar.reading.state import (
 
 PADDING: Final = "shar_padding"
 
-# The limit with shuffle="global". Each open shard has one open file per field.
+# The maximum number of open shards with shuffle="global". Each open shard has one open file per field.
 _OPEN_SHARDS = 64
-# Up to this many cuts in a shard, positions are computed from the index without opening the shard.
+# If a shard has at most this many cuts, their positions are computed from the index without opening the shard.
 _MANY_CUTS = 1 << 17
 
-# Draws, blocks, items and slots of cuts.
+# Draws, blocks, items and slots of the cuts that are left in a group; see the module ``state``.
 _Choice = tuple[list[int], list[int], list[int], list[int]]
-# A cut, or the damage that replaces it, with its position (None for padding) and its shard.
+# The position of a cut (None for padding); the cut, the damage that replaces it, or None if it is left out; and its
+# shard.
 Found = tuple[Position | None, Any, ReadableShard | DamagedShard]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReadOptions:
-    """The options of ``open_shar``, which documents them."""
+    """The options of ``open_shar``; see its documentation."""
 
     shuffle: bool | Literal["global"] = False
     seed: int = 0
@@ -83,7 +84,7 @@ class ReadOptions:
 
 
 class EpochReader:
-    """The cuts of a source in the order of any epoch."""
+    """Reads the cuts of a source in the order of any epoch."""
 
     def __init__(self, source: ShardSource, options: ReadOptions) -> None:
         self.source = source
@@ -134,7 +135,7 @@ class EpochReader:
 
     def _read_epoch(self, progress: Progress, part: Part) -> Iterator[Found]:
         """Yield the cuts that are left for a part, shortened or padded according to ``tail``."""
-        # Copy the progress: reading runs ahead of what was yielded and must not see later changes.
+        # Copy the progress: cuts are read before they are yielded, and later changes must not affect reading.
         known = progress.for_part(part).current()
         cuts = self._read(progress.epoch, known, part)
         if self._options.tail == "keep":
@@ -156,7 +157,7 @@ class EpochReader:
         permutation = self.order.permutation(epoch)
         limit = _OPEN_SHARDS if self._options.shuffle == "global" else self.order.group_size
         for group, (draws, blocks, items, slots) in self._chosen(epoch, known, part, permutation):
-            # A damaged shard is opened only once. The most recently used shard stays open until its last cut.
+            # Keep shards open, up to the limit, and remember damage, so that a damaged shard is opened only once.
             open_once = lru_cache(limit)(partial(_open, self.source, permutation, epoch))
             for draw, block, item, slot in zip(draws, blocks, items, slots, strict=True):
                 shard = open_once(slot)
@@ -184,7 +185,7 @@ class EpochReader:
         def copy(item: Location | tuple[int, _Choice]) -> tuple[int, _Choice] | None:
             if isinstance(item, tuple):
                 return item
-            # An error in one file is raised when its shard is opened.
+            # Ignore errors here: they are raised again when the shard is opened.
             with suppress(RejectRecord):
                 local(item)
             return None
@@ -196,18 +197,19 @@ class EpochReader:
                         yield from self.source.locations(int(permutation[slot]))
                 yield group, choice
 
-        # Files weigh nothing and a group weighs 1: the files of one more group are copied, or one file per thread.
+        # Files weigh nothing and a group weighs 1, so the files of the next group are copied ahead, or one file per
+        # thread if that is more.
         copied = prefetch(
             copy, with_files(), threads=FETCHES_AT_ONCE, ahead=1, weigh=lambda item: isinstance(item, tuple)
         )
         yield from filter(None, copied)
 
     def _choose(self, epoch: int, group: int, known: EpochProgress, part: Part, permutation: np.ndarray) -> _Choice:
-        """Return draws, blocks, items and slots of a group's cuts that are left for a part, in order."""
+        """Return draws, blocks, items and slots of a group's cuts that a part has left, in order."""
         columns = []
         for slot in self.order.slots(group):
             if self.order.blocks_per_shard == 1 and not part.has(slot):
-                continue  # do not even count its cuts: for a foreign shard, this would mean reading it
+                continue  # do not even count the cuts, since a foreign shard would have to be read
             positions = self._positions(epoch, slot, permutation)
             chosen = np.flatnonzero((positions.blocks % part.count == part.index) & known.left(group, positions))
             columns.append((positions.draws[chosen], positions.blocks[chosen], chosen, np.full(len(chosen), slot)))
@@ -218,14 +220,14 @@ class EpochReader:
         return draws[order].tolist(), blocks[order].tolist(), items[order].tolist(), slots[order].tolist()
 
     def _positions(self, epoch: int, slot: int, permutation: np.ndarray) -> ShardPositions:
-        """Return the positions of a shard's cuts, limited in number if the shard is damaged and claims many cuts."""
+        """Return the positions of a shard's cuts, but not of all if the shard is damaged and claims to have many."""
         count = self.source.count(int(permutation[slot]))
         if count > _MANY_CUTS and isinstance(_open(self.source, permutation, epoch, slot), DamagedShard):
             count = _MANY_CUTS
         return self.order.positions(epoch, slot, count)
 
     def count_left(self, epoch: int, known: EpochProgress, num_parts: int) -> np.ndarray:
-        """Count the cuts left for each part (num_parts,), except cuts known to be filtered out."""
+        """Return the number of cuts left for each part (num_parts,), without cuts known to be filtered out."""
         left = np.zeros(num_parts, np.int64)
         permutation = self.order.permutation(epoch)
         for group in range(self.order.num_groups):
@@ -237,7 +239,7 @@ class EpochReader:
 
 
 def _open(source: ShardSource, permutation: np.ndarray, epoch: int, slot: int) -> ReadableShard | DamagedShard:
-    """Open the shard of a slot; if that fails, return its damage."""
+    """Open the shard at a slot of the permutation; if it is damaged, return the damage."""
     try:
         return source.open(int(permutation[slot]), epoch)
     except DamagedShard as damage:

@@ -1,7 +1,8 @@
 """Audio and arrays in memory that lhotse loads like its own.
 
-Audio is decoded when it is loaded, and only as far as its size in bytes and its record allow, since a FLAC file of some
-kilobytes can hold hours of silence. The limits are those that ``sharmill.audio`` applies to source recordings.
+Audio is decoded when it is loaded. Audio that claims to be far longer than its size in bytes or its recording allows is
+refused, since a FLAC file of a few kilobytes can hold hours of silence. ``sharmill.audio`` applies the same limits to
+source recordings.
 """
 
 import io
@@ -20,15 +21,15 @@ from sharmill.audio.flac import flac_header
 from sharmill.shar.arrays import array_from_bytes
 from sharmill.shar.reading.safety import is_device
 
-# lhotse tolerates less; no tool writes audio that exceeds its recording by more than this.
+# The number of seconds by which audio may exceed its recording. lhotse tolerates less, and no tool writes more.
 _SECONDS_TOO_LONG: Final = 1.0
 STORAGE_TYPES: Final = {"npy": "memory_npy", "llc": "memory_lilcom"}
-# A frame is left out if less than this share of it is requested, since times are sums of floats.
+# A frame is left out if less than this share of it is requested, since rounding errors of times are that small.
 _TOLERANCE: Final = 1e-6
 
 
 class _EqualToLhotses:
-    """Equality with one of lhotse's own objects, of the dataclass ``_kind``, that has the same content."""
+    """Equality with objects of lhotse's own dataclass ``_kind`` that have the same content."""
 
     _kind: ClassVar[type]
 
@@ -54,12 +55,12 @@ class SafeSource(_EqualToLhotses, AudioSource):
     def load_audio(
         self, offset: float = 0.0, duration: float | None = None, force_opus_sampling_rate: int | None = None
     ) -> np.ndarray:
-        """Return the samples that lhotse decodes; raises as ``check``."""
+        """Return the samples that lhotse decodes; raises the same error as ``check``."""
         self.check(duration)
         return super().load_audio(offset, duration, force_opus_sampling_rate)
 
     def check(self, wanted: float | None = None) -> None:
-        """Raise AudioLoadingError as ``check_claims`` does, and if the source names anything but a regular file."""
+        """Raise AudioLoadingError if ``check_claims`` does, or if the source names a FIFO, device or folder."""
         if self.type == "file" and is_device(self.source):
             raise AudioLoadingError(f"{self.source!r} is not a regular file and is not opened")
         if isinstance(self.source, bytes):
@@ -70,12 +71,12 @@ def check_claims(data: bytes, claimed: float | None, wanted: float | None = None
     """Check the header of an audio file in memory before it is decoded.
 
     Args:
-        claimed: the duration in seconds that the recording claims.
+        claimed: the duration in seconds that the recording claims; None if it claims none.
         wanted: the duration in seconds that will be decoded; None for all.
 
     Raises:
         AudioLoadingError: there are too few bytes for the number of samples to be decoded, or the whole file is wanted
-            and it is longer than ``claimed``.
+            and it is more than a second longer than ``claimed``.
     """
     # For WAV and MP3, the file size bounds the number of samples.
     if data.startswith((b"RIFF", b"\xff\xfb", b"\xff\xf3", b"\xff\xf2")):
@@ -98,14 +99,14 @@ def check_claims(data: bytes, claimed: float | None, wanted: float | None = None
 
 @dataclass(eq=False)
 class MemoryArray(_EqualToLhotses, Array):
-    """An Array that is loaded without numpy's slow parsing of its header."""
+    """An Array that is loaded without numpy's slow parsing of the header."""
 
     _kind = Array
 
     def load(self) -> np.ndarray:
         if self.storage_type != "memory_npy" or not isinstance(self.storage_key, bytes):
             return super().load()
-        # Copy, because an array over bytes is read-only.
+        # Copy the array, because an array that shares memory with bytes is read-only.
         return array_from_bytes(self.storage_key, "an array in memory").copy(order="K")
 
 
@@ -116,13 +117,13 @@ class TimeLastArray(_EqualToLhotses, TemporalArray):
     _kind = TemporalArray
 
     def load(self, start: float | None = None, duration: float | None = None) -> np.ndarray:
-        """Return the codes (codebooks, frames) of ``duration`` seconds from ``start`` on; by default all.
+        """Return the codes (codebooks, frames) of ``duration`` seconds from ``start`` on; by default up to the end.
 
-        There are ``ceil(duration / frame_shift)`` frames, or as many as are left. A slice that starts within the last
-        frame contains that frame.
+        There are ``ceil(duration / frame_shift)`` frames, or fewer at the end of the array. A slice that starts within
+        the last frame contains that frame.
 
         Raises:
-            ValueError: ``start`` is before the array.
+            ValueError: ``start`` is before the beginning of the array.
         """
         array = self.array.load()
         offset = 0.0 if start is None else start - self.start
@@ -131,7 +132,8 @@ class TimeLastArray(_EqualToLhotses, TemporalArray):
         frames = offset / self.frame_shift
         first = math.floor(frames + 0.5)
         if first == array.shape[-1] and frames < first - _TOLERANCE:
-            # The nearest frame boundary is the end of the array, as for the short rest that windows leave.
+            # ``start`` lies in the last frame but was rounded to the array's end. Windows leave such a short rest at
+            # the end of a cut.
             first -= 1
         if duration is None:
             return array[..., first:]

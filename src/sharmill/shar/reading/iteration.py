@@ -31,16 +31,16 @@ _MAX_EMPTY_EPOCHS = 20
 
 
 class SharReader:
-    """The cuts of a dataset that belong to this part; each iteration is the next epoch.
+    """The cuts of a dataset that belong to this part (a rank or one of its workers); each iteration is the next epoch.
 
     ``state_dict()`` records which cuts the most recent iteration has consumed. If a reader of the same dataset with the
     same options (except ``rank`` and ``world_size``) loads that state, its next iteration continues with the remaining
     cuts, without reading the consumed ones. The states of several ranks and workers must first be merged by
     ``merge_states``; load the result on every rank before workers start. The number of ranks and workers may change.
 
-    By default a cut is consumed as soon as the reader yields it. If anything between the reader and training reads
-    ahead (a sampler with buckets, a shuffling buffer, a queue), call ``count_only_marked()`` first: a cut is then
-    consumed once it is passed to ``mark_consumed``.
+    By default a cut counts as consumed as soon as the reader yields it. If anything between the reader and training
+    reads ahead (a sampler with buckets, a shuffling buffer, a queue), call ``count_only_marked()`` first: a cut then
+    counts as consumed once it is passed to ``mark_consumed``.
 
     Attributes:
         num_left_out: the number of cuts that this process left out, because a field being read has no codes for them or
@@ -76,7 +76,7 @@ class SharReader:
         self.num_left_out = 0
         # Positions of cuts that were yielded and have not been marked since.
         self._unmarked: set[tuple[int, ...]] = set()
-        # The start of a pass in which cuts were read but none was marked.
+        # The progress at the start of a pass in which cuts were read but none was marked.
         self._pass_start: Progress | None = None
 
     def __len__(self) -> int:
@@ -97,8 +97,8 @@ class SharReader:
         A new worker process starts one epoch after the epoch that the loader's workers began most recently.
 
         Args:
-            next_epoch: also do so in a persistent worker. Its epoch is unfinished if the loader's iteration was left
-                early.
+            next_epoch: also start this later epoch in a persistent worker, whose epoch is unfinished if the loader's
+                iteration was stopped early.
         """
         if self._pass_start is not None:
             self._go_on_from(self._pass_start)
@@ -122,7 +122,7 @@ class SharReader:
 
     @property
     def part(self) -> Part:
-        """The part that an iteration started now would read: the rank's, or the calling worker's."""
+        """The part that an iteration started now would read: the part of the rank or of the calling worker."""
         options, info = self._options, get_worker_info()
         worker, num_workers = (info.id, info.num_workers) if info and options.split_by_worker else (0, 1)
         return Part(options.rank * num_workers + worker, options.world_size * num_workers)
@@ -152,7 +152,7 @@ class SharReader:
             raise ConfigError("call count_only_marked() on this reader before iterating", code="inexact_state")
         for cut in cuts:
             if getattr(cut, PADDING, False):
-                # This is a copy that fills up a part; the original cut is marked separately.
+                # This cut is padding: a copy of a cut that is marked separately.
                 continue
             for position in _positions_of(cut):
                 if position in self._unmarked:
@@ -167,7 +167,8 @@ class SharReader:
     def count_left(self, epoch: int) -> np.ndarray:
         """Count the cuts of an epoch that were left for each part when the iteration began; shape (parts,).
 
-        The state of one part does not record what others have read. All parts then count as much as this one.
+        A state loaded from a single part does not record what other parts have read. In this case, the number of this
+        part is returned for all parts.
         """
         part, start = self.part, self._start or Progress(self._epochs.identity)
         left = self._epochs.count_left(epoch, start.epochs.get(epoch, EpochProgress()), part.count)
@@ -176,7 +177,7 @@ class SharReader:
         return left
 
     def count_damaged(self) -> int:
-        """Count one more damaged cut, which its user found; return the total over all epochs."""
+        """Count one more damaged cut, in which the caller found the damage; return the number over all epochs."""
         assert self._running is not None
         self._running.num_damaged += 1
         return self._running.num_damaged
@@ -184,7 +185,7 @@ class SharReader:
     def state_dict(self) -> dict[str, Any]:
         """Return the progress of this part as numbers, strings and lists, for JSON and checkpoints.
 
-        The state is small: a few numbers per part. With ``count_only_marked`` it also lists the cuts that were read and
+        The state is small: a few numbers per part. With ``count_only_marked`` it also lists the cuts that were read but
         not yet marked.
         """
         return {**self._progress().to_dict(), "infinite": self._options.infinite}
@@ -192,8 +193,8 @@ class SharReader:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Start the next iteration from a state of this part, or from the merged states of all parts.
 
-        The state of a finished epoch starts the next epoch. In a worker it does not, since a worker waits for the
-        other workers.
+        If the state's epoch is finished, the next iteration is the next epoch. In a worker, it is the empty rest of the
+        finished epoch, because other workers may have cuts of that epoch left.
 
         Raises:
             ConfigError: the state belongs to another dataset or order, or, when iterating, to another part.
@@ -209,7 +210,7 @@ class SharReader:
     def _progress(self) -> Progress:
         current = self._running or self._start or Progress(self._epochs.identity, self._epoch)
         progress = current.for_part(current.part or self.part)
-        # Copy the set in one step, since another thread may be reading.
+        # Copy the set in one step, since another thread may be adding cuts.
         for epoch, _, _, block, item in list(self._unmarked):
             known = progress.epochs.setdefault(epoch, EpochProgress())
             known.unused.setdefault(block, set()).add(item)
@@ -221,7 +222,7 @@ class SharReader:
         self._next_epoch.set(self._epoch)
 
     def _go_to(self, epoch: int, known: Progress | None = None) -> None:
-        """Move to the beginning of an epoch, or to what is left of it according to ``known``."""
+        """Move to the beginning of an epoch or, if ``known`` records progress in it, to the cuts that are left."""
         later = {number: progress for number, progress in known.epochs.items() if number >= epoch} if known else {}
         self._epoch, self._start = epoch, Progress(self._epochs.identity, epoch, None, later) if later else None
         self._next_epoch.set(epoch)
@@ -245,7 +246,8 @@ class SharReader:
                     progress.take(position)
                     continue
                 if self._only_marked:
-                    # Mark before taking the position, so that no state counts the cut as consumed. Padding has none.
+                    # Note the cut as unmarked before recording its position, so that no state counts it as consumed.
+                    # Padding has no position.
                     if position is not None:
                         self._unmarked.add((progress.epoch, *position))
                     if pass_start is not None:
@@ -258,7 +260,8 @@ class SharReader:
                 log.warning("epoch %d: %d cuts were left out because they %s", progress.epoch,
                             self.num_left_out - before, self._epochs.source.omits)  # fmt: skip
             if not self._options.infinite:
-                # The next iteration reads the next epoch. Until it begins, the state describes the end of this one.
+                # The next iteration reads the next epoch. Until it begins, the state describes the end of the current
+                # epoch.
                 self._go_to(progress.epoch + 1, progress)
                 return
             if num_empty >= (_MAX_EMPTY_EPOCHS if self._options.shuffle else 1):

@@ -1,4 +1,4 @@
-"""Readers in torchdata's StatefulDataLoader, and merging its states for other numbers of ranks and workers."""
+"""Readers in torchdata's StatefulDataLoader, and merging of its states for a different number of ranks or workers."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from multiprocessing.reduction import ForkingPickler
@@ -14,7 +14,7 @@ from sharmill.shar.reading.iteration import SharReader
 from sharmill.shar.reading.state import merge_states
 
 Batch = TypeVar("Batch")
-# Remedies by the reason or the system's error number in torch's message.
+# Remedies, keyed by the texts in torch's message that call for them: the reason, or the number of the system error.
 _REMEDIES: Final = {
     ("allocate shared memory", "(28)"):
         "/dev/shm has no room for a batch: give the container more shared memory (docker run --shm-size=8g), make "
@@ -29,12 +29,12 @@ class ResumableDataset(torch.utils.data.IterableDataset):
     """Cuts, or examples that a pipeline makes from them, with an exact state for a StatefulDataLoader.
 
     Args:
-        cuts: the unmodified CutSet of ``open_shar``; filter and map its cuts in the pipeline.
-        pipeline: a function from a CutSet to an iterable of what the loader yields: cuts, or collections of cuts such
-            as a sampler's batches. It runs in the worker. A cut counts as consumed when it is yielded, so cuts that the
-            pipeline holds back are not lost.
+        cuts: the unmodified CutSet that ``open_shar`` returned; filter and map its cuts in the pipeline.
+        pipeline: a function that is called in the worker with the CutSet, and returns an iterable of cuts, or of
+            collections of cuts such as a sampler's batches. A cut counts as consumed when the pipeline yields it, so
+            cuts that the pipeline holds back are not lost.
         finish: a function applied to each result of the pipeline after its cuts were counted, for example to convert
-            cuts to tensors.
+            cuts to tensors. The loader yields what it returns.
 
     Every worker reads its own part. ``StatefulDataLoader.state_dict()`` can be loaded into a loader with the same
     numbers of workers and ranks; for other numbers, see ``merge_loader_states``.
@@ -66,7 +66,8 @@ class ResumableDataset(torch.utils.data.IterableDataset):
         self._finish = finish
 
     def __iter__(self) -> Iterator[Any]:
-        # Do this immediately, since a loader may save the states of workers that have not been asked for anything yet.
+        # Begin the pass now, not at the first request: a loader may save the states of workers that were not yet asked
+        # for data.
         self._reader.begin_pass(next_epoch=True)
         return self._examples()
 
@@ -99,7 +100,8 @@ class ResumableDataset(torch.utils.data.IterableDataset):
 def share_tensors(batch: Batch) -> Batch:
     """Return a batch; in a worker of a loader, move its tensors to shared memory first.
 
-    Otherwise one of torch's threads moves them later. It only prints its errors, and the loader waits forever.
+    Otherwise one of torch's threads would move them later. That thread only prints its errors, so the loader would wait
+    forever.
 
     Raises:
         FatalError: /dev/shm is too small, or too many files are open.
@@ -110,10 +112,10 @@ def share_tensors(batch: Batch) -> Batch:
 
 
 class _TensorSharing(ForkingPickler):
-    """Pickler that finds the tensors of a batch in any objects, as torch's own pickler does, and writes nothing."""
+    """Finds the tensors of a batch in any objects, as torch's own pickler does, and moves them to shared memory."""
 
     def __init__(self) -> None:
-        # The buffer callback takes arrays out of band, so they are not copied.
+        # With a buffer callback, arrays are pickled out of band and thus not copied. Nothing is written.
         super().__init__(SimpleNamespace(write=len), 5, True, lambda _: None)
 
     def reducer_override(self, found: Any) -> Any:
@@ -162,9 +164,9 @@ def load_states(readers: Sequence[SharReader], state: Mapping[str, Any]) -> None
 
 
 def dataset_states(state: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Return the states of the dataset of a StatefulDataLoader, one per worker.
+    """Return the dataset's states from the state of a StatefulDataLoader, one per worker.
 
-    torchdata offers no public access to them, so this reads the keys of its ``state_dict()``.
+    torchdata has no public function for this, so the private keys of its ``state_dict()`` are read.
 
     Raises:
         ConfigError: this is not the state of such a loader, its dataset has no state, or workers have yielded more than

@@ -1,4 +1,4 @@
-"""A shard with open files: reads each cut with its items, and corrects the time lines that other tools leave."""
+"""A shard with open files, which reads each cut with its items and corrects the time lines that other tools leave."""
 
 import json
 import math
@@ -35,14 +35,14 @@ _decode = msgspec.json.Decoder(dict[str, Any]).decode
 
 
 class OpenShard:
-    """A shard with open files. Everything that can be checked without decoding items has been checked.
+    """A shard with open files. Opening it checks everything that can be checked without decoding items.
 
     Args:
         files: the files to open.
         foreign: True if another tool wrote the dataset, so that time lines may have to be corrected.
-        needed: the fields without which a cut is left out.
-        conditions: conditions without which a cut is left out.
-        unattached: the fields that only conditions need.
+        needed: fields in which a cut must have an item; otherwise it is left out.
+        conditions: conditions that a cut must meet; otherwise it is left out.
+        unattached: fields that only conditions need; their items are not attached to cuts.
 
     Raises:
         DamagedShard: on construction, if a file is damaged.
@@ -63,7 +63,7 @@ class OpenShard:
         self._conditions = conditions
         self._unattached = unattached
         try:
-            # Copies of remote files are not evicted while the shard is open.
+            # Hold the local copies of remote files, so that they are not evicted while the shard is open.
             self._held = [local(location) for location in files.locations]
         except RejectRecord as reject:
             raise self.damage(reject.detail) from reject
@@ -81,13 +81,14 @@ class OpenShard:
                 raise self.damage(f"{name} ({path}) has {len(table)} items for {len(self._lines)} {CUTS}")
 
     def read(self, number: int, position: tuple[int, ...]) -> Cut | None:
-        """Read a cut, with its items of the fields as attributes; placeholders are not attached.
+        """Read a cut, and attach its items as attributes; placeholders are not attached.
 
         Return None for a cut that has a placeholder in a needed field, or does not meet the conditions.
 
         Args:
             number: the index of the cut in the shard.
-            position: epoch, group, draw, block and item: the place in the order of all epochs, stored in the cut.
+            position: epoch, group, draw, block and item of the cut: its position in the order of all epochs, which is
+                stored in it.
 
         Raises:
             DamagedShard: the cut or one of its items is damaged.
@@ -97,7 +98,7 @@ class OpenShard:
             cut_id = cut.id
         except (*NOT_JSON, *MALFORMED) as error:
             raise self.damage(f"cut {number} is not a readable cut: {error!r}") from error
-        # Check these first, so that no item of such a cut is read.
+        # Check the conditions first, so that no items are read for a cut that does not meet them.
         if any(one.fault(self._compared(one.key, number, cut)) for one in self._conditions):
             return None
         items = {
@@ -121,7 +122,7 @@ class OpenShard:
         return cut
 
     def _compared(self, name: str, number: int, cut: Cut) -> Any:
-        """Return the value of a cut that a condition compares."""
+        """Return the value of a cut that a condition compares; None if the cut has no value."""
         if name == DURATION:
             return cut.duration
         table = self._tables[name]
@@ -164,7 +165,7 @@ def _read_item(table: ItemTable, number: int, cut_id: str) -> Any:
 
 
 def _read_value(table: ValueTable, name: str, number: int, cut_id: str) -> Any:
-    """Return a cut's value in a field of values."""
+    """Return a cut's value in a field of values; None if the cut has no value."""
     try:
         values = _decode_json(table.line(number))
     except NOT_JSON as error:
@@ -178,10 +179,10 @@ def _read_value(table: ValueTable, name: str, number: int, cut_id: str) -> Any:
 
 
 def _align(cut: MonoCut, custom: dict[str, Any]) -> None:
-    """Correct the time lines in shards of the published scripts: the target's offset in the cut, and contexts.
+    """Correct the time lines of target and context in shards of the published scripts.
 
-    The scripts store audio and codes of the segments alone. lhotse assumes that they are as long as the whole recording
-    and would read them at the segment's offset.
+    The scripts store only the audio and codes of a segment, but keep its offset in the cut. lhotse assumes that audio
+    and codes are as long as the whole recording, and would read them at that offset.
     """
     if isinstance(custom.get(CONTEXT_AUDIO), Recording):
         custom[CONTEXT_UNALIGNED] = True
@@ -194,7 +195,7 @@ def _align(cut: MonoCut, custom: dict[str, Any]) -> None:
             # lhotse counts alignment times from the start of the recording, which is now the start of the cut.
             for kind, items in (supervision.alignment or {}).items():
                 supervision.alignment[kind] = [item.with_offset(-cut.start) for item in items]
-            # This is the start of the cut, rounded by lhotse, although lhotse counts from the beginning of the cut.
+            # The stored start is the (rounded) start of the cut, although lhotse counts from the beginning of the cut.
             if cut.start > 0 and math.isclose(supervision.start, cut.start, abs_tol=1e-3):
                 supervision.start = 0.0
         set_field(cut, "start", 0.0)

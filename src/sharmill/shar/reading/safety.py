@@ -1,8 +1,9 @@
-"""Limits on the manifests in a dataset, which may refer to data in it and name the paths that data came from.
+"""Limits on the manifests in a dataset: they may refer to data in the dataset, and name the paths that data came from.
 
-lhotse's manifests can do more: a recording may be the output of a command or the answer of a server, an array may be a
-pickle, and a transform may contain another recording. Loading such a manifest executes it, so a dataset from another
-source must not contain one. The stage ``prepare``, the reader and the checker all use this module.
+lhotse's manifests can do more: a recording may be the output of a command or the response of a server, an array may be
+a pickle, and a transform may contain another recording. Loading such a manifest would run the command, query the server
+or unpickle the array, so a dataset from another source must not contain one. The stage ``prepare``, the reader and the
+checker all use this module.
 """
 
 import math
@@ -19,16 +20,16 @@ from sharmill.files.location import is_url
 
 SAFE_SOURCES: Final = frozenset({"file", "shar", "memory"})
 _RECORDING_KEYS: Final = frozenset({"id", "sources", "sampling_rate"})
-# All keys that lhotse's class has.
+# All keys of lhotse's class Recording.
 RECORDING_KEYS: Final = _RECORDING_KEYS | {"num_samples", "duration", "channel_ids", "transforms"}
 _SOURCE_KEYS: Final = frozenset({"type", "channels", "source", "video"})
 _Limits = tuple[float, float]
-# A number within limits, a list of such numbers, or a value of another type.
+# The form of a setting: a number within limits, a list of such numbers, or a value of another type.
 _Form = _Limits | list[_Limits] | type
 _ANY: Final = (-1e6, 1e6)
 _RATES: Final = (float(MIN_SAMPLING_RATE), float(MAX_SAMPLING_RATE))
 _FACTORS: Final = (0.1, 10.0)
-# lhotse's own transforms and their settings. None of them runs or opens anything but the recording in it.
+# lhotse's own transforms and their settings. None of them runs a program, or opens anything but the recording in it.
 _TRANSFORMS: Final[dict[str, dict[str, _Form]]] = {
     "Clipping": {"hard": bool, "gain_db": _ANY, "normalize": bool},
     "Compress": {"codec": str, "compression_level": _ANY},
@@ -48,23 +49,24 @@ _RIR_GENERATOR: Final[dict[str, _Form]] = {
     "b": (-100, 100), "tau": (-100, 100), "room_seed": (0, 2**64), "source_seed": (0, 2**64),
 }  # fmt: skip
 _MAY_BE_NONE: Final = frozenset({"compression_level", "rir", "rir_generator", "room_seed", "source_seed"})
-# Resampling between rates without a common divisor needs a filter of this many numbers. Speeds of 0.95 and 1.05 at
-# 22,050 Hz need 1.3 x 10^8.
+# The maximum size of a resampling filter, in numbers. Rates without a common divisor need the largest filters: speeds
+# of 0.95 and 1.05 at 22,050 Hz need 1.3 x 10^8 numbers.
 _MAX_FILTER: Final = 2 * 10**8
-# FFmpeg protocols, and folders of devices (except for the disk in memory): no audio of a dataset came from there.
+# Names that are FFmpeg protocols or standard input, or that lie in folders of devices (except for the disk in memory):
+# no audio of a dataset came from there.
 _NO_FILE: Final = re.compile(r"[A-Za-z][A-Za-z0-9+.,-]+:|-$|/+(dev/+(?!shm/)|proc/|sys/)")
 
 
 def find_forbidden(values: Any) -> str | None:
-    """Describe the first thing in a cut, in metadata or in a part of them that must not be loaded; None if all is safe.
+    """Describe the first part of a cut or of metadata that must not be loaded; return None if everything may be loaded.
 
-    ``values`` may be any JSON; nothing about its structure is assumed.
+    ``values`` may be any JSON value, of any structure.
     """
     return next((found for mapping in _mappings(values) if (found := _forbidden(mapping))), None)
 
 
 def _mappings(values: Any) -> Iterator[dict[str, Any]]:
-    """Yield all mappings in JSON ``values`` at any depth."""
+    """Yield all mappings in a JSON value, at any depth."""
     pending = [values]
     while pending:
         value = pending.pop()
@@ -115,10 +117,12 @@ def _forbidden_in_recording(recording: dict[str, Any]) -> str | None:
 
 
 def _forbidden_in_transform(transform: dict[str, Any], rate: float | None) -> str | None:
-    """Describe why a transform is refused: lhotse does not know it, or it would need too much memory; None if accepted.
+    """Describe why a transform is refused: lhotse does not know its settings, or it would need too much memory.
+
+    Return None if the transform is accepted.
 
     Args:
-        rate: the sampling rate of the recording; None for a mixed cut, which has no rate.
+        rate: the sampling rate of the recording in Hz; None for a mixed cut, which has no rate.
     """
     settings = transform.get("kwargs")
     if transform.keys() - {"name", "kwargs"} or not isinstance(settings, dict):
@@ -139,7 +143,10 @@ def _forbidden_in_transform(transform: dict[str, Any], rate: float | None) -> st
 
 
 def _outside(settings: dict[str, Any], known: dict[str, _Form]) -> str | None:
-    """Describe the first setting that is unknown or has a value of the wrong type or outside its limits."""
+    """Describe the first setting that is unknown, has the wrong type, or is outside its limits.
+
+    Return None if all settings are allowed.
+    """
     for key, value in settings.items():
         if key not in known:
             return f"with the key {str(key)[:40]!r}"
@@ -157,7 +164,10 @@ def _has_form(value: Any, form: _Form) -> bool:
 
 
 def _first_other(parts: list[Any], key: str, allowed: Container[str]) -> str | None:
-    """Return, as text, the first value of ``key`` in the mappings ``parts`` that is not allowed."""
+    """Return, as text, the first value of ``key`` in the mappings ``parts`` that is not allowed.
+
+    A part that is not a mapping is returned as a whole. Return None if all values are allowed.
+    """
     for part in parts:
         value = part.get(key) if isinstance(part, dict) else part
         if not isinstance(value, str) or not isinstance(part, dict) or value not in allowed:
@@ -168,21 +178,24 @@ def _first_other(parts: list[Any], key: str, allowed: Container[str]) -> str | N
 def needs_more_than_open(source: dict[str, Any]) -> bool:
     """Return True if lhotse would do anything but open the file of this source; the file need not exist.
 
-    lhotse passes names in ``.sph`` to a shell unescaped, on request also names in ``.opus``. Its backends pass names to
-    FFmpeg, which knows protocols.
+    lhotse passes names that end in ``.sph`` to a shell unescaped, and also names that end in ``.opus`` if an
+    environment variable requests it. Its backends pass names to FFmpeg, which also opens URLs of many protocols.
     """
     if source["type"] != "file":
         return False
     name = source["source"]
     if not isinstance(name, str) or name[-4:].lower() == ".sph" or _NO_FILE.match(name) is not None:
         return True
-    if "./" in name and _NO_FILE.match(os.path.normpath(name)) is not None:  # /tmp/../dev/zero
+    if "./" in name and _NO_FILE.match(os.path.normpath(name)) is not None:  # such as /tmp/../dev/zero
         return True
     return name[-5:].lower() == ".opus" and os.environ.get("LHOTSE_LEGACY_OPUS_LOADING") == "1"
 
 
 def block_sources(values: Any) -> None:
-    """Make recordings that are not regular files unloadable, in a cut or a part of one, keeping them as origins."""
+    """Make the sources in a cut, or in a part of one, unloadable if they are not regular files.
+
+    They remain as information about the origin of the audio.
+    """
     for value in _mappings(values):
         if value.keys() >= _RECORDING_KEYS:
             for source in value["sources"]:
@@ -191,7 +204,7 @@ def block_sources(values: Any) -> None:
 
 
 def is_device(name: str) -> bool:
-    """Return True if the name is a FIFO, device or folder: reading these could block or never end."""
+    """Return True if ``name`` is a FIFO, device or folder, since reading from one could block or never end."""
     try:
         return not stat.S_ISREG(Path(name).stat().st_mode)
     except (OSError, ValueError):

@@ -1,4 +1,4 @@
-"""The shards that a reader reads: of a dataset with an index, or of a folder written by another tool."""
+"""The shards that a reader reads: from a dataset with an index, or from a folder that another tool wrote."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -28,7 +28,7 @@ class ReadableShard(Protocol):
     """An open shard, whose files stay open as long as it is referenced."""
 
     def read(self, number: int, position: tuple[int, ...]) -> Any:
-        """Return a cut with its position stored in it, or None if the shard leaves this cut out."""
+        """Return the cut at index ``number`` of the shard, with ``position`` stored in it; None if it is left out."""
 
 
 class ShardSource(ABC):
@@ -68,7 +68,7 @@ class ShardSource(ABC):
         return sum(self.count(shard) for shard in range(self.num_shards))
 
     def locations(self, shard: int) -> list[Location]:
-        """Return the files of a shard if they may be behind URLs."""
+        """Return the files of a shard that may have to be copied from a server."""
         return []
 
     @abstractmethod
@@ -82,7 +82,7 @@ def open_shard_source(
     sidecars: Location | None = None,
     where: str = "",
 ) -> "CutSource":
-    """Open the shards of a folder; ``sidecars`` is the folder of its index files, for random access.
+    """Open the shards of a dataset or folder; ``sidecars`` is the folder of its index files, for random access.
 
     Raises:
         ConfigError: there are no shards, or a field, a column of ``where``, the codec or an index file is missing.
@@ -112,9 +112,9 @@ class CutSource(ShardSource):
     """Shards of cuts in a folder.
 
     Args:
-        stored: the fields of the folder by name; None for a field of which only the name is known.
-        fields: the wanted fields.
-        codec: the codec to read codes of.
+        stored: the fields of the folder, by name; the value is None if only the name is known.
+        fields: the fields to read; None for all.
+        codec: the codec whose codes are read, if there are several.
         conditions: the conditions that a cut must meet.
         foreign: True if another tool wrote the shards.
     """
@@ -163,7 +163,7 @@ class CutSource(ShardSource):
 
 class _Line(msgspec.Struct):
     index: int
-    # A higher count does not fit into a shard file and would only waste memory on positions.
+    # No shard file has more cuts; a higher number would only waste memory on positions.
     count: Annotated[int, msgspec.Meta(ge=0, le=1 << 24)]
 
 
@@ -252,12 +252,12 @@ class IndexedShardSource(CutSource):
         return ShardFiles(shard, paths.pop(CUTS), paths, self.count(shard), sidecars)
 
     def _file(self, name: str, shard: int) -> str:
-        """Return the name of a field's file."""
+        """Return the path of a field's file, relative to the dataset directory."""
         field = self._stored[name]
         return self._recorded(name, shard).file if self._foreign or field is None else field.path(shard)
 
     def _recorded(self, name: str, shard: int) -> FieldFile:
-        """Return the index entry of a field's file."""
+        """Return the index entry of a field's file in one shard."""
         if name not in self._records[shard].fields:
             raise self._damage(f"names no file of {name} for shard {shard}")
         return self._records[shard].fields[name]
@@ -269,7 +269,7 @@ class IndexedShardSource(CutSource):
 
 
 class _ForeignShardSource(CutSource):
-    """A folder without an index, listed once. Cuts are counted by reading them, but only when the number is needed."""
+    """The shards of a folder without an index, which is listed once. If needed, cuts are counted by reading them."""
 
     def __init__(
         self, directory: Path, fields: Sequence[str] | None, codec: str | None, conditions: Sequence[Comparison]
@@ -305,7 +305,7 @@ class _ForeignShardSource(CutSource):
 def _find_columns(
     directory: Location, stored: Mapping[str, Field | None], conditions: Sequence[Comparison]
 ) -> dict[str, str]:
-    """Return, for each column that conditions compare, the stored field with its values.
+    """Return, for each column that conditions compare, the name of the stored field with its values.
 
     Raises:
         ConfigError: the dataset has no such column.
@@ -324,7 +324,7 @@ def _find_columns(
 def _choose(
     directory: Location, stored: Mapping[str, Field | None], fields: Sequence[str] | None, codec: str | None
 ) -> dict[str, str]:
-    """Return, for each wanted attribute of the cut, the stored field that fills it.
+    """Return, for each wanted attribute of the cut, the name of the stored field that fills it.
 
     If only the name of a field is known, as for another tool's field, its attribute is named after its folder.
     """
@@ -347,7 +347,7 @@ def _choose(
     chosen: dict[str, str] = {}
     for attribute, choices in available.items():
         if fields is not None:
-            # Prefer the folder of this name; otherwise take all fields with this attribute.
+            # Prefer the field with this name; otherwise consider all fields that fill this attribute.
             choices = [field for field in choices if field in fields] or (choices if attribute in fields else [])
         wanted = [field for field in choices if codec is None or codec_of_field(field) in (codec, None)]
         if len(wanted) > 1:

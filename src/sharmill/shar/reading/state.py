@@ -1,19 +1,19 @@
-"""The order of an epoch, each reader's part of it, and the progress in it.
+"""The order of the cuts in an epoch, its division into parts, and the progress of each part.
 
-The order is a pure function of (seed, epoch). Shards are permuted; each ``mix_shards`` consecutive shards of the
-permutation form a **group**, in which every cut draws a number; the epoch is ordered by (group, drawn number). So the
-position of a cut depends only on its shard and its index in the shard. Nothing has to be replayed, or even read, to
-know which cuts come after it.
+The order is a pure function of (seed, epoch). Shards are permuted; every ``mix_shards`` consecutive shards of the
+permutation form a **group**; a random number is drawn for every cut; and the epoch is ordered by (group, drawn number).
+So the position of a cut depends only on its shard and its index in the shard. No cut has to be replayed, or even read,
+to know which cuts come after it.
 
-A shard is divided into **blocks** of consecutive cuts, the same number in every shard. Blocks are numbered along the
-permutation, and within a shard in an order that the epoch draws. Part p of P reads the blocks whose number is p modulo
-P, in the order of the epoch. So it reads different blocks in every epoch, and about as many cuts as any other part.
-Blocks and their numbers do not depend on P.
+A shard is divided into **blocks** of consecutive cuts; all shards have the same number of blocks. Blocks are numbered
+in the order of the permutation, and within a shard in a random order that depends on the epoch. Part p of P reads the
+blocks whose number is p modulo P, in the order of the epoch. So it reads different blocks in every epoch, and about as
+many cuts as any other part. Blocks and their numbers do not depend on P.
 
-The progress records how far each part has read, so that any number of parts can read the rest. For every number of
-parts P that has read an epoch, it keeps the last position of each part. A cut is left if, for each of these P, it comes
-after the last position of the part that it belonged to. The progress can also name cuts that were read but not
-consumed; they are left whatever the positions are.
+The progress records how far each part has read, so that any number of parts can read the rest. An epoch may have been
+read with several numbers of parts P one after the other; for each of them, the progress stores the last position of
+every part. A cut is left if, for each of these P, it comes after the last position of the part that it belonged to. The
+progress can also list cuts that were read but not consumed; they are left regardless of all positions.
 """
 
 from collections import Counter
@@ -26,13 +26,14 @@ import numpy as np
 
 from sharmill.errors import ConfigError, refuse
 
-# Few enough that whole shards are the blocks of large datasets; enough to give hundreds of parts equal shares.
+# The number of blocks that a dataset should have: few enough that the blocks of a large dataset are whole shards, and
+# enough to give hundreds of parts nearly equal shares.
 _WANTED_BLOCKS = 4096
 # Constants of SplitMix64.
 _WORD = (1 << 64) - 1
 _STEP = 0x9E3779B97F4A7C15
 _VERSION = 1
-# More epochs and parts than any training has; the limit matters because code loops over them.
+# The maximum numbers of epochs and parts in a state. No training has more, and code loops over them.
 _MAX_EPOCH: Final = 1 << 20
 _MAX_PARTS: Final = 1 << 20
 _Number = Annotated[int, msgspec.Meta(ge=-1, le=1 << 40)]
@@ -55,12 +56,12 @@ END = Position(1 << 40, 0, 0, 0)
 
 
 def count_blocks(num_shards: int, shard_size: int, block_size: int | None) -> int:
-    """Count the blocks of a shard, which have equal sizes of at most ``block_size`` cuts.
+    """Return the number of blocks per shard, such that the blocks of a typical shard have at most ``block_size`` cuts.
 
     Args:
         num_shards: the number of shards.
         shard_size: the number of cuts in a typical shard. A larger shard has larger blocks.
-        block_size: the requested size; by default whole shards, or smaller blocks if there are few shards.
+        block_size: the maximum size of a block; by default whole shards, or smaller blocks if there are few shards.
     """
     if block_size is None:
         block_size = max(1, num_shards * shard_size // _WANTED_BLOCKS)
@@ -82,9 +83,10 @@ class Order:
         num_shards: the number of shards.
         blocks_per_shard: the number of blocks in each shard.
         shuffle: if False, use the order of the dataset.
-        seed: the seed of permutations and drawn numbers.
+        seed: the seed for permutations and drawn numbers.
         mix_shards: the number of shards in a group. Without ``shuffle`` each shard is its own group.
-        sequential: cuts of a shard keep their relative order, because the shard can only be read in that order.
+        sequential: if True, the cuts of a shard keep their relative order, because the shard can only be read in that
+            order.
     """
 
     num_shards: int
@@ -109,7 +111,7 @@ class Order:
         return np.argsort(_draw(self._key(epoch, 0), np.arange(self.num_shards, dtype=np.uint64)), kind="stable")
 
     def slots(self, group: int) -> range:
-        """Return the slots of the permutation that form a group."""
+        """Return the slots (indices into the permutation) that form a group."""
         return range(group * self.group_size, min((group + 1) * self.group_size, self.num_shards))
 
     def group_of(self, block: int) -> int:
@@ -127,11 +129,11 @@ class Order:
         return ShardPositions((np.sort(draws) if self.sequential else draws).astype(np.int64), blocks)
 
     def _block_numbers(self, epoch: int, slot: int, number: int) -> np.ndarray:
-        """Return the numbers (number,) of the blocks of a shard.
+        """Return the numbers (number,) of the blocks of the shard at a slot.
 
         The numbers vary from epoch to epoch. If they were fixed, a cut would belong to the same part in every epoch
-        whenever P divides the blocks of a shard. If short shards all began at their first number, their cuts would all
-        go to the same few parts.
+        whenever P divides the number of blocks per shard. If all short shards began at their first possible number,
+        their cuts would all go to the same few parts.
         """
         key = self._key(epoch, -1 - slot)
         first = slot * self.blocks_per_shard + _mix_bits(key) % (self.blocks_per_shard - number + 1)
@@ -147,7 +149,7 @@ class Order:
 
 
 def _mix_bits(value: int) -> int:
-    """Return SplitMix64 (Steele, Lea and Flood 2014), equal on every machine and in every version of a library."""
+    """Return the SplitMix64 hash (Steele, Lea and Flood 2014), which is equal on all machines and library versions."""
     value = (value + _STEP) & _WORD
     value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _WORD
     value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _WORD
@@ -155,7 +157,7 @@ def _mix_bits(value: int) -> int:
 
 
 def _draw(key: int, numbers: np.ndarray) -> np.ndarray:
-    """Return 53 bits for each of ``numbers``, as ``_mix_bits`` but for arrays. JSON readers keep 53 bits exactly."""
+    """Return 53 pseudorandom bits per number: ``_mix_bits`` for arrays, cut to what JSON readers keep exactly."""
     value = numbers * np.uint64(_STEP) + np.uint64(key)
     value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     value = (value ^ (value >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -179,7 +181,7 @@ class _State(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Part ``index`` of ``count`` parts; it has the blocks whose number is ``index`` modulo ``count``."""
+    """Part ``index`` of ``count`` parts, which reads the blocks whose number modulo ``count`` is ``index``."""
 
     index: int = 0
     count: int = 1
@@ -193,8 +195,8 @@ class EpochProgress:
     """The progress of one epoch.
 
     Args:
-        reached: the last position that each part has read.
-        unused: items by block that were read but not used, so that they are left.
+        reached: the last position that each part has reached.
+        unused: items, by block, that were read but not used and are therefore left.
     """
 
     reached: dict[Part, Position] = field(default_factory=dict)
@@ -260,7 +262,7 @@ class Progress:
             return
         assert self.part is not None
         known = self.current()
-        # Cuts that were left unused come before the position that the part has reached.
+        # A cut that was read but not used lies before the position reached, which then does not change.
         if position > known.reached.get(self.part, BEGINNING):
             known.reached[self.part] = position
         if position == END:
@@ -285,7 +287,7 @@ class Progress:
             self.epoch += 1
 
     def for_part(self, part: Part) -> "Progress":
-        """Return a copy for the part that continues it."""
+        """Return a copy for the part that continues it; raise ConfigError if the progress belongs to another part."""
         if self.part not in (None, part):
             raise ConfigError(
                 f"the state belongs to part {self.part.index} of {self.part.count}, but this is part {part.index} of "
@@ -325,7 +327,7 @@ class Progress:
 
     @classmethod
     def from_dict(cls, state: Mapping[str, Any]) -> "Progress":
-        """Read the result of ``to_dict``; raise ConfigError if it is not the state of a reader."""
+        """Read the result of ``to_dict``; raise ConfigError if ``state`` is not the state of a reader."""
         try:
             if state["version"] != _VERSION:
                 raise ConfigError(
@@ -394,7 +396,7 @@ def merge_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def check_identity(found: Mapping[str, Any], expected: Mapping[str, Any], what: str) -> None:
-    """Raise ConfigError naming the first difference, if there is one."""
+    """Raise ConfigError with the first difference between two identities, if there is one."""
     for key in {**found, **expected}:
         if found.get(key) != expected.get(key):
             raise ConfigError(

@@ -1,7 +1,8 @@
-"""The form ``nemo_tarred``: tar archives with manifests, as NeMo's ``convert_to_tarred_audio_dataset.py`` makes them.
+"""The export form ``nemo_tarred``: tar archives with manifests, like NeMo's ``convert_to_tarred_audio_dataset.py``.
 
-The stored target audio is copied unchanged. A tarred set has as many archives as the dataset has shards; their numbers
-of cuts differ by at most one. With buckets, there is one set for each range of durations.
+The stored target audio is copied unchanged. A tarred set has as many archives as the dataset has shards, or as many as
+it has cuts if these are fewer; the archives' numbers of cuts differ by at most one. With buckets, there is one tarred
+set per range of durations.
 """
 
 import math
@@ -30,11 +31,12 @@ from sharmill.shar.tar import END, write_member
 
 _SHARDED: Final = "sharded_manifests"
 _MANIFEST: Final = "tarred_audio_manifest.json"
-# NeMo cuts a name at its first dot, takes a prefix before a slash for a folder, and a suffix -sub1 for a segment.
+# Parts of a name that NeMo would misread: it cuts a name at its first dot, and treats a prefix before a slash as a
+# folder, and a suffix -sub1 as a segment.
 _NOT_IN_NAMES: Final = re.compile(r"[./\s\x00-\x1f\x7f]|-(?=sub[0-9]+$)")
-# The formats in ``nemo.collections.asr.data.audio_to_text``.
+# The audio formats that ``nemo.collections.asr.data.audio_to_text`` reads.
 _FORMATS: Final = {"wav", "mp3", "flac", "opus", *map(str.lower, sf.available_formats())}
-# Keys of the record that do not apply to the stored audio, with the names that NeMo's script gives them.
+# Keys of a record that describe its source and not the stored audio, with the names that NeMo's script gives them.
 _OF_SOURCE: Final = {"audio_filepath": "source_audio_filepath", "offset": "source_audio_offset"}
 
 
@@ -56,11 +58,11 @@ class _Tar(NamedTuple):
 
 
 class NemoTarred(Export):
-    """Tarred sets: ``audio_N.tar``, ``sharded_manifests/manifest_N.json``, one manifest of all, ``metadata.yaml``.
+    """Tarred sets: ``audio_N.tar``, ``sharded_manifests/manifest_N.json``, a combined manifest, ``metadata.yaml``.
 
-    A unit is an archive with its manifest. A line has the ``record_keys``, ``cut_id`` and ``shard_id``;
-    ``audio_filepath`` is the name of the member. ``source_audio_filepath`` and ``source_audio_offset`` name the
-    origin of the audio.
+    A unit is an archive with its manifest. A line of a manifest has the ``record_keys``, ``cut_id`` and ``shard_id``;
+    its ``audio_filepath`` is the name of the archive's member. ``source_audio_filepath`` and ``source_audio_offset``
+    name the origin of the audio.
 
     Raises:
         ConfigError: the dataset has no audio, an option is invalid, or a bucket would have no cuts.
@@ -99,7 +101,7 @@ class NemoTarred(Export):
             "content": audio_checksum(self.shards, (CUTS, self._field)),
         }
         self._starts = np.cumsum([0, *(shard.count for shard in self.shards)])
-        # Archives of the same number mostly have cuts of the same shards.
+        # Keep few shards open: archives with the same number in different buckets mostly have cuts of the same shards.
         self._open = lru_cache(maxsize=4)(self._open_shard)
         self.units: Sequence[_Tar] = self._plan()
 
@@ -142,7 +144,7 @@ class NemoTarred(Export):
         return tar, manifest
 
     def finish(self) -> tuple[Path, int, float]:
-        """Publish the combined manifest and the metadata of each set."""
+        """Publish the combined manifest and the metadata of each tarred set; see ``Export.finish``."""
         for bucket, folder in enumerate(self._sets):
             tars = [tar for tar in self.units if tar.bucket == bucket]
             with open_atomic(folder / _MANIFEST) as stream:
@@ -153,7 +155,7 @@ class NemoTarred(Export):
         return listed, len(places), float(self._durations[places].sum())
 
     def _metadata(self, bucket: int, tars: Sequence[_Tar]) -> bytes:
-        """Return the metadata of a set in the form of NeMo's script, but without the time."""
+        """Return the metadata of a tarred set in the format of NeMo's script, but without the creation time."""
         metadata: dict[str, Any] = {
             "created_datetime": None,
             "version": 0,
@@ -204,7 +206,7 @@ class NemoTarred(Export):
 
         Raises:
             ConfigError: NeMo does not read the format of the audio.
-            DamagedShard: the cut has no audio, or not exactly one supervision with a text.
+            DamagedShard: the cut has no audio, or does not have exactly one supervision with a text.
         """
         shard = int(np.searchsorted(self._starts, place, side="right")) - 1
         cuts, table = self._open(shard)

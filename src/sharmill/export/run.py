@@ -1,7 +1,8 @@
-"""Export of a dataset in units. A unit is complete when a record lists its files. The manifest is written last.
+"""Export of a dataset to another form, in units that can be resumed.
 
-``sharmill.registry.EXPORTS`` lists the forms. The form ``nemo_codes`` below is a manifest with a file of codes per
-utterance, as NeMo's MagpieTTSDataset reads them.
+A unit is complete when a record lists its files. The manifest is written last. ``sharmill.registry.EXPORTS`` lists the
+forms. This module also defines the form ``nemo_codes``: a manifest and files of codes for each utterance, as NeMo's
+MagpieTTSDataset reads them.
 """
 
 from abc import ABC, abstractmethod
@@ -37,7 +38,7 @@ from sharmill.shar.index import audio_checksum, read_dataset, read_shards
 from sharmill.shar.json_lines import read_json_lines
 from sharmill.shar.reading.shard_source import open_shard_source
 
-# The record that identifies the export in a folder, and the file of manifest lines in the folder of each shard.
+# The file that identifies the export in its folder, and the file of manifest lines in the folder of each shard.
 EXPORT_FILE: Final = "export.json"
 _LINES_FILE: Final = "lines.jsonl"
 _SHARDS_FOLDER: Final = "shards"
@@ -63,7 +64,7 @@ class Exported:
 
 
 class Export(ABC):
-    """A form that a dataset can be exported to, whose files are written in units; ``EXPORTS`` lists the forms.
+    """A form to which a dataset can be exported. Its files are written in units. ``EXPORTS`` lists the forms.
 
     Attributes:
         version: a number that is increased whenever the files of this form change.
@@ -92,11 +93,11 @@ class Export(ABC):
 
     @abstractmethod
     def finish(self) -> tuple[Path, int, float]:
-        """Publish the manifest; return it (or the folder of several) and the number of cuts and seconds it lists."""
+        """Publish the manifest; return its path (or the folder of several), its number of cuts, and their seconds."""
 
     @staticmethod
     def record_keys(custom: Any, new_names: Mapping[str, str] = MappingProxyType({})) -> dict[str, Any]:
-        """Return the keys of a record that a manifest may contain: all but names of files, which readers would open.
+        """Return the items of a record that a manifest may contain: all but names of files, which readers would open.
 
         The path, offset and duration of a context are all removed. Keys in ``new_names`` are renamed and kept.
         """
@@ -180,7 +181,7 @@ def _write_unit(files: Export, unit: Any, record: Path) -> None:
 
 
 def _require_own(out: Path, identity: dict[str, Any], folders: Sequence[Path]) -> None:
-    """Raise ConfigError unless a folder is missing, empty, or contains this export."""
+    """Raise ConfigError unless the folder ``out`` is missing or empty, or contains this export."""
     refuse((out.exists() and not out.is_dir(), f"{out} is a file: choose a folder"), code="bad_usage")
     require_trusted_owner(out, [out / EXPORT_FILE, *folders])
     own = (LOCK_NAME, f".{EXPORT_FILE}.")
@@ -201,8 +202,8 @@ def _require_own(out: Path, identity: dict[str, Any], folders: Sequence[Path]) -
 class NemoCodes(Export):
     """Codes as int32 tensors (codebooks, frames) in files for ``torch.load``, and a manifest for NeMo.
 
-    A unit is a shard, whose files are in one folder. A line has the record of the utterance: its text, speaker tag,
-    language, and all other ``record_keys``.
+    A unit is a shard, whose files are in one folder. A line of the manifest has the record of the utterance: its text,
+    speaker tag, language, and all other ``record_keys``.
     """
 
     version = 3
@@ -217,7 +218,7 @@ class NemoCodes(Export):
         self._source = open_shard_source(dataset, self._fields, chosen.name)
         made_of = [field.name for field in chosen.fields[: len(self.record.audio_fields)]]
         self.identity = {
-            # The manifest contains absolute paths, so they depend on the place.
+            # The manifest contains absolute paths, so the files depend on the folder of the export.
             "place": str(out),
             "codec": chosen.name,
             "num_cuts": self.record.num_cuts,
@@ -243,7 +244,7 @@ class NemoCodes(Export):
         return final.iterdir()
 
     def finish(self) -> tuple[Path, int, float]:
-        """Concatenate the lines of all shards."""
+        """Publish the manifest with the lines of all shards; see ``Export.finish``."""
         path = self.out / "manifest.json"
         seconds, num_cuts = 0.0, 0
         with open_atomic(path) as stream:
@@ -262,7 +263,7 @@ class NemoCodes(Export):
     def _write_cut(self, cut: Any, number: int, folder: Path, final: Path) -> dict[str, Any]:
         """Write ``<number>.target.pt`` and ``<number>.context.pt``, and return the line of the manifest.
 
-        A cut without a context has no second file; NeMo then uses a text as context.
+        A cut without a context has no second file; NeMo then uses text as context.
 
         Args:
             cut: the lhotse cut with its codes.
@@ -270,7 +271,8 @@ class NemoCodes(Export):
             folder: the folder to write into, which will be published as ``final``.
 
         Raises:
-            DamagedShard: the cut has no codes, or not exactly one supervision with a text, which NeMo requires.
+            DamagedShard: the cut has no codes, or does not have exactly one supervision with a text, which NeMo
+                requires.
         """
         import torch
 

@@ -1,6 +1,6 @@
-"""Joining datasets: appending the shards of one to another in place, and merging several into a new one.
+"""Joining of datasets: appending the shards of one to another in place, and merging several into a new one.
 
-Existing files are not changed. See ``add_shards`` for the leftovers of a killed process.
+Files of existing shards are not changed. ``add_shards`` describes what a killed process leaves.
 """
 
 import os
@@ -52,7 +52,7 @@ from sharmill.shar.tar import open_field
 from sharmill.stages.fields import added_fields
 from sharmill.write.config import WriteConfig
 
-# The keys that must agree in all parts, each with the remedy if they differ.
+# Keys of the record that must be equal in all datasets to be joined, each with the remedy if they differ.
 _REMEDIES = {
     "fields": "add the missing ones (codecs with sharmill run CONFIG encode), or omit one of the datasets",
     "audio_format": "write one of them again with the other's write.audio_format",
@@ -121,16 +121,16 @@ class SourceDataset:
         """Yield the ids of all cuts, in order.
 
         Raises:
-            ConfigError, DamagedShard: as ``path``, or a file of cuts cannot be read.
+            ConfigError, DamagedShard: ``path`` raises it, or a file of cuts cannot be read.
         """
         for shard in self.shards:
             yield from read_cut_ids(self.path(shard, CUTS))
 
 
 def require_alike(parts: Sequence[SourceDataset]) -> None:
-    """Raise ConfigError with the first difference, unless the shards of all parts fit into one dataset.
+    """Raise ConfigError with the first difference, unless the shards of all datasets in ``parts`` fit into one dataset.
 
-    A part without shards has no codes, so its codecs are ignored.
+    Datasets without shards have no codes, so they are ignored if any other has shards.
     """
     first, *others = [part for part in parts if part.shards] or parts
     for other in others:
@@ -157,7 +157,7 @@ def _compare(first: DatasetRecord, other: DatasetRecord) -> Iterator[tuple[str, 
 
 
 def require_distinct_ids(parts: Sequence[SourceDataset]) -> None:
-    """Raise ConfigError with a cut id that occurs twice. Memory use is 8 bytes per id.
+    """Raise ConfigError if any cut id occurs twice. Memory use is 8 bytes per id.
 
     Raises:
         DamagedShard: a file of cuts cannot be read.
@@ -182,12 +182,12 @@ def require_distinct_ids(parts: Sequence[SourceDataset]) -> None:
 
 @dataclass(frozen=True)
 class Grown:
-    """A dataset to which shards of others were added.
+    """A dataset to which the shards of other datasets were added.
 
     Attributes:
         record: the new record of the dataset.
         first, count: the index of the first new shard, and the number of new shards.
-        already: True if an earlier append had added them.
+        already: True if an earlier append had already added the shards.
         placed: the numbers of files that were ``linked``, and ``copied``.
     """
 
@@ -214,7 +214,8 @@ class Grown:
 def add_shards(
     directory: Path, kept: Sequence[ShardRecord], like: DatasetRecord, parts: Sequence[SourceDataset], *, copy: bool
 ) -> Grown:
-    """Add the shards of parts to a dataset directory, after its existing shards, and write its index.
+    """Add the shards of the datasets in ``parts`` to a dataset directory, after its existing shards, and write its
+    index.
 
     First the lines of ``shards.jsonl`` are written, then the files, and last ``dataset.json``, whose number of shards
     is the commit. Lines beyond that number do not belong to the dataset; they name the files that a killed process may
@@ -244,7 +245,7 @@ def add_shards(
              f"{path} does not belong to the dataset but has the name of a file of a new shard: move it away"),
             code="foreign_output",
         )  # fmt: skip
-        # A killed append left this file; another run may have replaced the lines that name it.
+        # A killed append left this file, and another run may have replaced the lines that named it.
         path.unlink(missing_ok=True)
     shards = [*kept, *new]
     record = add_up_shards(like, shards, [part.record for part in parts])
@@ -313,12 +314,13 @@ def append_dataset(dataset: str | Path, new: str | Path, *, copy: bool = False) 
 
     Args:
         dataset: the dataset to append to.
-        new: the dataset with the new shards, which is not changed; the two must agree as for a merge.
+        new: the dataset with the new shards, which is not changed. The two datasets must be as similar as for
+            ``merge_datasets``.
         copy: copy the files; by default they are hard links, or copies if links are not possible.
 
     Raises:
-        ConfigError: the two do not fit, a cut is in both, another process is working on the dataset, or one of its
-            folders is a link.
+        ConfigError: the two datasets do not fit together, a cut is in both, another process is working on the dataset,
+            or one of its folders is a link.
         DamagedShard: a file of ``new`` differs from its index.
 
     Example:
@@ -351,10 +353,10 @@ def append_dataset(dataset: str | Path, new: str | Path, *, copy: bool = False) 
 def merge_datasets(
     sources: Sequence[str | Path], out: str | Path, *, copy: bool = False, name: str | None = None
 ) -> Grown:
-    """Merge several datasets into a new one, whose shards are theirs, in order.
+    """Merge several datasets into a new one, which contains all their shards in order.
 
-    The new dataset is written beside ``out`` and then renamed as a whole, so that a part of it never appears. The
-    leftovers of a killed process are removed by the next one.
+    The new dataset is written beside ``out`` and then renamed as a whole, so that an incomplete dataset is never
+    visible. The next call removes the leftovers of a killed process.
 
     Args:
         sources: dataset directories with the same fields, codecs, audio format, rate and limits.
@@ -375,7 +377,8 @@ def merge_datasets(
     refuse((not parts, "give the datasets to merge"), code="bad_usage")
     staging = out.with_name(f".{out.name}{STAGING_NAME}")
     if not staging.exists():
-        # Otherwise the leftovers of a killed process are removed first, even if it had almost finished.
+        # If this folder exists, a killed process left it. It is then removed first, even if that process had almost
+        # finished.
         _require_free(out, parts)
     require_alike(parts)
     require_distinct_ids(parts)
@@ -419,7 +422,7 @@ def _require_free(out: Path, parts: Sequence[SourceDataset]) -> None:
 
 
 def require_fitting(config: Config, directory: Path) -> None:
-    """Raise ConfigError, before any work, if the dataset of a configuration could not be appended to another."""
+    """Raise ConfigError, before any work, if a configuration's dataset could not be appended to ``directory``."""
     record = SourceDataset.read(directory).record
     refuse(
         (directory.resolve() == Path(config.dataset_dir).resolve(),
@@ -454,7 +457,7 @@ def require_fitting(config: Config, directory: Path) -> None:
 
 
 def _find(shards: list[ShardRecord], wanted: list[ShardRecord]) -> int | None:
-    """Return the index from which on the dataset has the wanted shards, byte for byte, or None."""
+    """Return the index at which the wanted shards begin in the dataset, byte for byte, or None if they do not occur."""
     found, contents = (
         [{name: file.xxh3 for name, file in shard.fields.items()} for shard in some] for some in (shards, wanted)
     )
@@ -465,8 +468,8 @@ def _find(shards: list[ShardRecord], wanted: list[ShardRecord]) -> int | None:
 def _remove_leftovers(part: SourceDataset, addition: SourceDataset) -> None:
     """Remove the files that a killed append has placed after the last shard, but no other files.
 
-    They are the files named by the further lines of ``shards.jsonl``, if an append would place them and they have the
-    listed bytes.
+    These are the files that lines of ``shards.jsonl`` after the last shard list, if an append would give them these
+    names and their bytes match the list. The lines are removed as well.
     """
     directory = part.directory
     placed = [shard for shard in read_shards(directory) if shard.index >= part.record.num_shards]

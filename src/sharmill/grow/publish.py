@@ -1,4 +1,4 @@
-"""Copies of finished datasets in object stores: all files first, the index last."""
+"""Copying of finished datasets to object stores: all other files first, the index last."""
 
 import re
 from collections.abc import Callable, Mapping
@@ -21,7 +21,7 @@ from sharmill.prefetch import prefetch
 from sharmill.shar.fields import CUTS, DATASET_FILE, SHARDS_FILE
 from sharmill.shar.index import FieldFile, ShardRecord, write_dataset, write_shards
 
-# The size of one request when an object is read back.
+# The number of bytes per request when an object is read back.
 _BLOCK_BYTES: Final = 16 << 20
 
 
@@ -35,7 +35,7 @@ def publish_dataset(
 
     Args:
         dataset: the dataset directory; another tool may have written its files.
-        url: the URL of the dataset in the store, which must be empty or hold an earlier state of the same dataset.
+        url: the URL for the dataset in the store, where nothing or an earlier state of the same dataset must exist.
         progress: called after each file with the number of finished files and the total number.
 
     Returns:
@@ -44,7 +44,7 @@ def publish_dataset(
     Raises:
         ConfigError: the dataset does not exist, the store cannot be used, or the URL contains something else.
         DamagedShard: a file of the dataset differs from its index, and was not copied.
-        FatalError: the store does not answer, refuses, or returns other bytes than it was sent.
+        FatalError: the store does not answer, refuses a request, or returns other bytes than were sent.
 
     Example:
         >>> publish_dataset("data/speech", "s3://bucket/speech")  # doctest: +SKIP
@@ -92,7 +92,7 @@ def _publish(source: SourceDataset, url: str, progress: Callable[[int, int], Non
         progress(done, len(items))
     copied = len(written)
     written |= _write_index(source, url, before)
-    # Another publisher may have written after the checks above.
+    # Another publisher may have replaced objects after the checks above.
     found = prefetch(_find, written, threads=FETCHES_AT_ONCE, ahead=FETCHES_AT_ONCE)
     for target, version in zip(written, found, strict=True):
         if version != written[target]:
@@ -101,10 +101,10 @@ def _publish(source: SourceDataset, url: str, progress: Callable[[int, int], Non
 
 
 def _write_index(source: SourceDataset, url: str, before: Mapping[str, Version | None]) -> dict[str, Version]:
-    """Store the index as it was read, since a run may have changed the file meanwhile; return the versions by URL.
+    """Store the index as it was read, since a run may have changed it meanwhile; return the objects' versions by URL.
 
     Args:
-        before: the versions when this copy began; no other versions are replaced.
+        before: the versions of the index files in the store when this copy began; other versions are not replaced.
     """
     written = {}
     with TemporaryDirectory() as folder:
@@ -179,7 +179,8 @@ def _holds(url: str, found: Version, size: int, xxh3: str) -> bool:
 
 def _upload(path: Path, url: str, xxh3: str, *, replace: bool = False) -> Version:
     """Store a file, read it back, and return its version; raise FatalError if the store then holds another file."""
-    # An earlier attempt whose answer was lost, or another publisher of this dataset, may have stored the file already.
+    # An earlier attempt whose response was lost, or another publisher of this dataset, may have stored the file
+    # already.
     with suppress(FileExistsError):
         request(url, lambda client: client.upload(path, url, replace=replace))
     found = _find(url)

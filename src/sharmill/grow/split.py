@@ -1,10 +1,10 @@
-"""Splits of a finished dataset: train, valid and test without common speakers.
+"""Splitting of a finished dataset into train, valid and test without common speakers.
 
-The cuts of a shard are distributed, so new shards are written; their members are copied byte for byte. Splitting is a
-stage, so that the engine keeps the accounts and resumes an interrupted split.
+The cuts of a shard go to different splits, so new shards are written, to which items are copied byte for byte.
+Splitting is a stage, so the engine accounts for every cut and resumes an interrupted split.
 
-Speakers stay together if one has contexts from a recording of the other, as with ``speaker_key: all``: audio that is a
-context in one split is never a target in another.
+Two speakers stay together if one has contexts from a recording of the other, as with ``speaker_key: all``. So audio
+that is a context in one split is never a target in another.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -49,10 +49,10 @@ class SpeakerTable:
     """The speakers of all cuts, and the groups of speakers that stay together.
 
     Attributes:
-        speakers: the name of each speaker: dataset and speaker of the tag.
-        groups: the group of each speaker, (speakers,): the index of the first speaker in it.
-        speaker_of: the speaker of each cut, (cuts,), in the order of the dataset.
-        seconds: the duration of each cut, (cuts,).
+        speakers: the name of each speaker: the dataset and speaker of the tag.
+        groups: the group of each speaker, (speakers,); a group's number is the index of its first speaker.
+        speaker_of: the index of the speaker of each cut, (cuts,), in the order of the dataset.
+        seconds: the duration of each cut in seconds, (cuts,).
     """
 
     speakers: list[str]
@@ -62,7 +62,7 @@ class SpeakerTable:
 
     @classmethod
     def read(cls, part: SourceDataset, is_kept: np.ndarray | None = None) -> "SpeakerTable":
-        """Read the cuts of a dataset: all of them, or those that a mask (cuts,) keeps.
+        """Read the speakers of all cuts of a dataset, or only of the cuts that a mask (cuts,) keeps.
 
         Raises:
             ConfigError: a cut has no speaker.
@@ -99,11 +99,11 @@ class SpeakerTable:
     def assign(self, shares: Mapping[str, float], seed: int) -> dict[str, np.ndarray]:
         """Return the indices of the cuts of each split, in order; ``train`` gets the remaining cuts.
 
-        Groups are tried in an order that depends on their names and the seed. A split takes each group that brings it
-        nearer to its share of the seconds.
+        Groups are tried in an order that depends on their names and the seed. A split takes every group that brings it
+        closer to its share of the seconds.
 
         Args:
-            shares: the share of all seconds for each other split.
+            shares: the share of all seconds for each split except ``train``.
 
         Raises:
             ConfigError: there are fewer groups than splits.
@@ -129,7 +129,7 @@ class SpeakerTable:
 
 
 def _fill(groups: Sequence[int], seconds: np.ndarray, wanted: float, *, num_kept: int) -> set[int]:
-    """Return the groups of a split, at least one, such that at least ``num_kept`` groups are left."""
+    """Choose groups of about ``wanted`` seconds for a split: at least one, leaving at least ``num_kept`` groups."""
     chosen: set[int] = set()
     have = 0.0
     for group in groups:
@@ -142,7 +142,8 @@ def _fill(groups: Sequence[int], seconds: np.ndarray, wanted: float, *, num_kept
 
 
 def _unite(num_speakers: int, speakers: np.ndarray, own: np.ndarray, other: np.ndarray) -> np.ndarray:
-    """Return the group of each speaker. Speakers are united if contexts of one are from recordings of the other.
+    """Return the group of each speaker (speakers,). Two speakers are united if one has contexts from the other's
+    recordings.
 
     ``own`` and ``other`` are the hashes of the recording ids of each cut and its context, (cuts,); 0 means none.
     """
@@ -236,7 +237,7 @@ class SplitStage(Stage):
         self.shares = shares
         self.seed = seed
         self.where = where
-        # Refuse conditions that cannot be used before any work.
+        # Open the dataset before any work, so that unusable conditions are refused.
         self._cuts = open_shard_source(dataset, [], None, where=where) if where else None
         self.shard_size = shard_size or max((shard.count for shard in self.part.shards), default=1)
 
@@ -336,7 +337,7 @@ class SplitPublication(Publication):
 
 
 class SplitProcessor(Processor):
-    """Writer of shards that consist of members of other shards.
+    """Writes shards whose items are copied from other shards.
 
     Args:
         plan: the folder of the stage's plan.

@@ -1,6 +1,6 @@
-"""Cuts of a dataset with everything stored for them: found by id, listed as text, exported to files, and decoded.
+"""Functions that find, list, export and decode the cuts of a dataset and everything stored for them.
 
-Text rows are not escaped; callers that print them must do that.
+Text in rows is not escaped; callers that print rows must escape it.
 """
 
 import json
@@ -36,13 +36,13 @@ _SUFFIXES: Final = (".wav", ".flac", ".mp3", ".opus")
 
 @dataclass(frozen=True)
 class StoredCut:
-    """A cut as it is stored.
+    """A cut as it is stored in a dataset, with its items.
 
     Attributes:
         shard: the index of its shard.
         number: its index in the shard, from 0.
         cut: its line in the file of cuts.
-        items: its item in each other field; a placeholder without data if the field has none for it.
+        items: its item in each other field; a placeholder without data if the field has no item for the cut.
     """
 
     shard: int
@@ -73,7 +73,8 @@ def find_cut(directory: Location, cut_id: str) -> StoredCut:
         ConfigError: the dataset or the cut does not exist.
         DamagedShard: a file being read is damaged.
     """
-    # Search the bytes first, to decode only few lines. Other tools escape characters that are not ASCII.
+    # Search the bytes first, so that only few lines are decoded. Search for both spellings of the id, since other tools
+    # escape non-ASCII characters.
     needles = {json.dumps(cut_id, ensure_ascii=ascii)[1:-1].encode("utf-8", "surrogatepass") for ascii in (True, False)}
     for shard in read_shards(directory, read_dataset(directory).num_shards):
         path = _file(directory, shard, CUTS)
@@ -87,10 +88,10 @@ def find_cut(directory: Location, cut_id: str) -> StoredCut:
 
 
 def open_stored_shard(directory: Location, shard: ShardRecord) -> Callable[[int], StoredCut]:
-    """Open the files of a shard, and return a function that reads the cut at an index of it.
+    """Open the files of a shard, and return a function that reads the cut at a given index.
 
     Raises:
-        DamagedShard: a file is damaged; the function also raises it if it has no such cut.
+        DamagedShard: a file is damaged; the returned function also raises it if the shard has no cut at that index.
     """
     path = _file(directory, shard, CUTS)
     lines = read_json_lines(path)
@@ -156,7 +157,7 @@ def waveform(samples: np.ndarray, width: int = 60) -> str:
 
 
 def dataset_rows(directory: Location, record: DatasetRecord) -> Iterator[tuple[str, str]]:
-    """Yield names and values that describe a dataset, from its index."""
+    """Yield rows (name, value) that describe a dataset, taken from its index."""
     yield "dataset", f"{record.name}, in {directory}"
     yield "size", f"{record.num_cuts:,} cuts in {record.num_shards:,} shards"
     yield "target audio", f"{record.target_seconds / 3600:,.3f} h"
@@ -181,7 +182,7 @@ def dataset_rows(directory: Location, record: DatasetRecord) -> Iterator[tuple[s
 
 
 def shard_rows(cuts: Iterator[dict[str, Any]]) -> Iterator[tuple[str, str, str, str, str, str]]:
-    """Yield id, duration, duration of the context, similarity, speaker and text of the cuts of a shard."""
+    """Yield id, duration and context duration (in seconds), similarity, speaker and text of each cut, as text."""
     for cut in cuts:
         supervision, custom = supervision_of(cut)
         yield (
@@ -192,10 +193,10 @@ def shard_rows(cuts: Iterator[dict[str, Any]]) -> Iterator[tuple[str, str, str, 
 
 
 def cut_rows(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
-    """Yield all keys (dotted) and values of a cut in their stored order.
+    """Yield all dotted keys and values of a cut in their stored order.
 
     Args:
-        value: the cut, or one of its parts, whose key is ``key``.
+        value: the cut, or the part of it whose dotted key is ``key``.
     """
     if isinstance(value, (dict, list)) and value:
         for name, child in value.items() if isinstance(value, dict) else enumerate(value):
@@ -205,7 +206,7 @@ def cut_rows(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
 
 
 def field_rows(stored: StoredCut) -> Iterator[tuple[str, str, str]]:
-    """Yield field, shape and a preview of each item of a cut: the waveform of audio, or the first codes.
+    """Yield field, shape and a preview of each item of a cut: the waveform, the first codes, or the value.
 
     An item that cannot be decoded is listed with its error, so that the other items can still be viewed.
     """
@@ -238,7 +239,8 @@ def _number(value: Any) -> str:
 
 
 def export_cut(stored: StoredCut, folder: Path) -> list[Path]:
-    """Write ``cut.json``, the stored audio, arrays as ``.npy``, and values into a folder; return the files.
+    """Write ``cut.json``, the stored audio, arrays as ``.npy``, and values into a folder; return the paths of the
+    files.
 
     Raises:
         ConfigError: the folder is not empty.
@@ -259,10 +261,10 @@ def export_cut(stored: StoredCut, folder: Path) -> list[Path]:
 
 
 def choose_codec(record: DatasetRecord, name: str | None) -> CodecRecord:
-    """Return the codec with this name, or the only codec.
+    """Return the codec with this name or, if ``name`` is None, the only codec.
 
     Raises:
-        ConfigError: there is no such codec, or there are several to choose from.
+        ConfigError: there is no such codec, or ``name`` is None and there are several codecs.
     """
     found = [codec for codec in record.codecs if name in (None, codec.name)]
     if len(found) != 1:
@@ -298,10 +300,10 @@ def decode_stored_codes(
     context: bool = False,
     most_seconds: float = math.inf,
 ) -> tuple[np.ndarray, int]:
-    """Decode the codes of a cut.
+    """Decode the codes of a cut to audio.
 
     Args:
-        dataset: the record of its dataset.
+        dataset: the record of the cut's dataset.
         codec: the record of the codec in the dataset.
         decoder: the same codec, loaded.
         context: decode the codes of the context instead of the target.

@@ -1,8 +1,8 @@
-"""Accounting: cut ids are unique, and every manifest record is exactly once in the dataset or among the rejects.
+"""Accounting: each cut id is unique, and each manifest record is exactly once in the dataset or among the rejects.
 
 A record is identified by path, offset and duration (if it has one), or by its whole line if it lacks even a path; its
-transcript is compared as well. All records are in a temporary database on disk, so that memory use does not depend on
-the size of the dataset.
+transcript is compared as well. All records are kept in a temporary database on disk, so that memory use does not depend
+on the size of the dataset.
 """
 
 import math
@@ -37,7 +37,8 @@ from sharmill.sources import Source, record_text
 from sharmill.sources.files import decode_object, iterate_lines
 from sharmill.validate.findings import Finding
 
-# The origin of records. Findings name a record by its first side in this order.
+# Numbers of the places (sides) where a record can occur. Findings name a record by its entry on the first side in this
+# order.
 _SIDES: Final = {"manifests": 0, "cuts": 1, "rejects": 2}
 _WRONG: Final = {
     "lost_record": "neither in the dataset nor among the rejects",
@@ -54,8 +55,8 @@ class RecordRow(msgspec.Struct, frozen=True, array_like=True):
     Attributes:
         key: equal for records of the same segment; None for a cut that does not record its origin.
         text: the transcript.
-        name: the name that findings use.
-        id: the id of a cut.
+        name: the name of the record in findings.
+        id: the id of the cut; empty for other records.
     """
 
     key: str | None = None
@@ -68,7 +69,7 @@ class RecordRow(msgspec.Struct, frozen=True, array_like=True):
 class ExpectedRecords:
     """The sources and files of rejects that a dataset is compared with.
 
-    ``audio_roots`` are the root folders of absolute paths in the manifests; by default each source's own.
+    ``audio_roots`` are the root folders of absolute paths in the manifests; by default, those of each source.
     """
 
     sources: tuple[Source, ...] = ()
@@ -93,7 +94,7 @@ class ExpectedRecords:
 
     @cached_property
     def root_names(self) -> list[list[str]]:
-        """The names of each source's root folders in absolute paths."""
+        """The names that each source's root folders may have in absolute paths."""
         roots = (AudioRoots.of([self.audio_roots or source.audio_root]).roots for source in self.sources)
         return [[name for root in of_source for name in root.names] for of_source in roots]
 
@@ -112,7 +113,7 @@ class ExpectedRecords:
                 try:
                     reject = _decoder.decode(line)
                     record, source = reject["record"], reject.get("source", 0)
-                    # Rejects of later stages name no source, and their paths need no root.
+                    # Rejects of later stages name no source, and their paths are already relative to a root.
                     roots = self.root_names[source] if source < len(self.root_names) else self.root_names[0]
                 except (*NOT_JSON, LookupError, TypeError) as error:
                     raise ConfigError(f"{name} is not a file of rejects: {error!r}", code="bad_manifest") from error
@@ -125,15 +126,15 @@ class ExpectedRecords:
 
 
 def _parse(text: str) -> Any:
-    """Return a record as an object or, if it is not one, as the text under which the stage prepare rejects it.
+    """Parse a record; return it as an object or, if it is not one, as the text that the stage prepare rejects.
 
-    This parses the text instead of the bytes, which may not be valid text, because rejects contain the text.
+    The decoded text is parsed, and not the bytes, which may not be valid UTF-8, because rejects contain this text.
     """
     try:
         record = decode_object(text.encode(), "the record is no object")
     except RejectRecord:
         return text
-    # Rejects contain null instead of NaN.
+    # Rejects contain null instead of NaN and infinity.
     return {key: None if value in (math.inf, -math.inf) or value != value else value for key, value in record.items()}
 
 
@@ -142,7 +143,7 @@ def open_accounts() -> Iterator["Accounts"]:
     """Yield empty accounts, whose temporary file is removed at the end.
 
     Raises:
-        FatalError: the disk has no room for it.
+        FatalError: there is no disk space for the temporary file.
     """
     try:
         with closing(sqlite3.connect("")) as records:
@@ -163,14 +164,14 @@ class Accounts:
         records.execute("CREATE TABLE records (side INTEGER, shard INTEGER, key TEXT, text TEXT, name TEXT, id TEXT)")
 
     def add(self, side: str, rows: Iterable[RecordRow], shard: int | None = None) -> None:
-        """Add the records of the manifests, the rejects or the cuts of a shard."""
+        """Add the records of one side: of the manifests, the rejects, or the cuts of a shard."""
         self._records.executemany(
             "INSERT INTO records VALUES (?, ?, ?, ?, ?, ?)",
             ((_SIDES[side], shard, row.key, row.text, row.name, row.id) for row in rows),
         )
 
     def find_duplicates(self) -> Iterator[Finding]:
-        """Yield a finding for every cut whose id is not unique, since it is not known which cut is the right one."""
+        """Yield a finding for every shard that has a cut with a repeated id, since it is unknown which cut is right."""
         repeated = self._records.execute(
             "SELECT id, count(*), group_concat(DISTINCT shard) FROM records WHERE side = 1 "
             "GROUP BY id HAVING count(*) > 1 ORDER BY min(rowid)"
@@ -186,7 +187,8 @@ class Accounts:
         return int(self._records.execute("SELECT count(*) FROM records WHERE side = 1 AND key IS NULL").fetchone()[0])
 
     def check(self, expected: ExpectedRecords, *, compare_texts: bool) -> tuple[list[Finding], dict[str, int]]:
-        """Account for the records of the manifests; return the findings, and counts of records by place.
+        """Account for the records of the manifests; return the findings, and counts of the records by where they were
+        found.
 
         Args:
             compare_texts: require cuts to have the transcripts of the manifests, as in a dataset written by sharmill.
@@ -212,7 +214,7 @@ class Accounts:
         return [*(finding for code in found for finding in found[code]), *texts], dict(counts)
 
     def _name(self, key: str, code: str, times: int) -> Finding:
-        """Return a finding about a record, named after its first entry with this key (in a manifest, if it is lost)."""
+        """Return a finding about the record with this key, named after its first entry (in a manifest if lost)."""
         name, shard = self._records.execute(
             "SELECT name, shard FROM records WHERE key = ? AND (side = 0) = ? ORDER BY side, rowid LIMIT 1",
             (key, code == "lost_record"),
@@ -225,7 +227,7 @@ class Accounts:
         )
 
     def _compare_texts(self) -> Iterator[Finding]:
-        """Yield a finding for each cut whose transcript differs from all records of its segment."""
+        """Yield a finding for each cut whose transcript differs from the transcripts of all records of its segment."""
         other = self._records.execute(
             "SELECT cut.name, cut.shard, cut.text, (SELECT text FROM records WHERE key = cut.key AND side = 0 "
             "ORDER BY rowid LIMIT 1) AS expected FROM records AS cut WHERE cut.side = 1 AND expected IS NOT NULL "
@@ -239,7 +241,7 @@ class Accounts:
 
 
 def row_of(record: Any, roots: Sequence[str] = (), line: str = "") -> RecordRow:
-    """Return the row of a record, given its possible root folders and its text in the manifest (``line``)."""
+    """Return the row of a record, given the root folders that its path may have, and its text in the manifest."""
     kept = record.kept if isinstance(record, Reduced) else record
     key = _segment_key(kept, roots)
     if key is None:
@@ -260,16 +262,16 @@ def row_of_cut(cut: dict[str, Any]) -> RecordRow:
 
 
 def _segment_key(record: Any, roots: Sequence[str]) -> str | None:
-    """Return a key of path (relative to its root), offset and duration; None if one of these is invalid.
+    """Return a key made of path (relative to its root), offset and duration; None if one of these is invalid.
 
-    The duration in the key is None if the source does not give it, even if the stage prepare has read it from the
-    header.
+    The duration in the key is None if the source does not state it, even if the stage prepare has read it from the
+    audio's header.
     """
     if not isinstance(record, dict):
         return None
     path, offset = record.get("audio_filepath"), record.get("offset") or 0.0
     duration: Any = None if record.get(DURATION_FROM_HEADER) is True else record.get("duration")
-    # JSON also has true and false, which Python takes for numbers.
+    # Compare types exactly: Python treats JSON's true and false as numbers.
     if (
         isinstance(path, str)
         and len(path) <= MAX_PATH

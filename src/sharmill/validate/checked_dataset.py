@@ -1,6 +1,7 @@
 """The dataset being checked: the shards in its index or, without an intact index, the shards found in its folders.
 
-This module also checks what needs no contents: the consistency of the index, and files that belong to no shard.
+This module also makes the checks that read no shards: of the consistency of the index, and for files that belong to no
+shard.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -18,7 +19,7 @@ from sharmill.validate.findings import Finding
 
 Read = TypeVar("Read")
 
-# The index rounds seconds to three decimals, and the roundings add up.
+# Tolerance in seconds. The index rounds seconds to three decimals, and the rounding errors add up.
 SECONDS_TOLERANCE: Final = 2e-3
 
 
@@ -37,7 +38,7 @@ class Shard:
 
     def finding(self, code: str, field: str, sentence: str, *, member: str | None = None,
                 file: str | None = None) -> Finding:  # fmt: skip
-        """Return a finding in a field of this shard."""
+        """Return a finding about a field of this shard."""
         return Finding(code=code, sentence=sentence, shard=self.index, field=field, file=file, member=member)
 
 
@@ -48,8 +49,8 @@ class CheckedDataset:
     Attributes:
         dataset: the content of ``dataset.json``, if it can be read.
         findings: findings about files of the index that cannot be read.
-        unchecked: phrases for what cannot be checked in this dataset at any level.
-        has_index: True if there is at least a part of sharmill's index, so that other files are strays.
+        unchecked: phrases that name what cannot be checked in this dataset, whatever checks are requested.
+        has_index: True if at least one file of sharmill's index exists, so that all files not listed are strays.
     """
 
     directory: Location
@@ -118,7 +119,7 @@ def _find_shards(directory: Path, has_index: bool) -> list[ShardRecord]:
 
 
 def _read(directory: Location, name: str, read: Callable[[Location], Read], findings: list[Finding]) -> Read | None:
-    """Return the content of a file of the index; None, and a finding, if it cannot be read."""
+    """Return the content of a file of the index; if it cannot be read, add a finding and return None."""
     if not (directory / name).is_file():
         findings.append(Finding(code="missing_file", file=name, sentence="the file is missing"))
         return None
@@ -155,7 +156,7 @@ def _disagreements(dataset: DatasetRecord, shards: Sequence[Shard]) -> Iterator[
 def check_directory(subject: CheckedDataset) -> Iterator[Finding]:
     """Yield disagreements between ``shards.jsonl`` and ``dataset.json``, and files that belong to no shard."""
     yield from subject.findings
-    # Other tools may begin with another number, such as lhotse with shard_offset.
+    # Other tools may begin with a number other than 0, such as lhotse with shard_offset.
     first = subject.shards[0].index if subject.shards and not subject.is_own else 0
     if [shard.index for shard in subject.shards] != list(range(first, first + len(subject.shards))):
         yield Finding(

@@ -1,7 +1,7 @@
-"""Findings of the checker, and its report: what was found, checked and not checked, and how to repair it.
+"""The checker's findings and its report: what was found, checked and not checked, and how to repair it.
 
 ``--json FILE`` writes the report as JSON, and ``--redo FILE`` reads it; docs/checking.md describes its keys. Redo
-revokes the commits of the units that the report names, so that the next ordinary run does them again.
+revokes the commits of the units that the report names, so that the next ordinary run processes them again.
 """
 
 from collections import Counter
@@ -30,9 +30,9 @@ from sharmill.shar.fields import BASE_FIELDS, CUTS, DATASET_FILE, SHARDS_FILE, F
 
 REPORT_VERSION: Final = 1
 _MAX_REPORT_BYTES: Final = 1 << 29
-# Stands for a stage if the index of the dataset must be rebuilt.
+# Used in place of a stage's name in a list of repairs if the index of the dataset must be rebuilt.
 INDEX: Final = "index"
-# Repairs that apply to any field of a shard: write its files again, or encode its audio again as well.
+# Repairs of a field in a shard: write its files again or, for codes, first encode the audio again as well.
 _SHARD: Final = "shard"
 _CODES: Final = "codes"
 
@@ -128,9 +128,9 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     Attributes:
         shard: the index of the shard; None if the problem concerns the whole dataset.
-        field: as in ``shards.jsonl``, such as ``codes_mimi/target_codes``.
-        file: relative to the dataset directory.
-        member: the id of the cut that the item belongs to, or the name of the record.
+        field: the name of the field, such as ``codes_mimi/target_codes``.
+        file: the path of the file, relative to the dataset directory.
+        member: the id of the cut or the name of the record that has the problem.
     """
 
     code: str
@@ -149,7 +149,7 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         return self.file in (DATASET_FILE, SHARDS_FILE)
 
     def to_row(self, *, foreign: bool = False) -> dict[str, Any]:
-        """Return the finding as a row of a report, with its place in the shard or dataset as one phrase."""
+        """Return the finding as a row of a report, with one phrase for its place in the shard or dataset."""
         kind, where = CODES[self.code], self.file or self.field or ""
         if self.member is not None:
             where = f"{self.field}: {self.member}" if self.field else self.member
@@ -158,7 +158,7 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class UnitToRepeat(msgspec.Struct, frozen=True, order=True, omit_defaults=True):
-    """A unit that must be done again to repair findings.
+    """A unit that must be processed again to repair findings.
 
     Attributes:
         stage: the name of its stage, such as ``encode/<codec>``, or ``index``, which has no shards.
@@ -172,10 +172,10 @@ class UnitToRepeat(msgspec.Struct, frozen=True, order=True, omit_defaults=True):
 
 
 def units_to_repeat(finding: Finding, makers: Mapping[str, str]) -> list[UnitToRepeat]:
-    """Return the units that must be done again to repair a finding; empty if none would repair it.
+    """Return the units that must be processed again to repair a finding; an empty list if this would not repair it.
 
     Args:
-        makers: the names of the stages that made the fields outside the published layout.
+        makers: the names of the stages that made the fields outside the published layout, by field.
     """
     repaired_by = CODES[finding.code].repaired_by
     units: list[UnitToRepeat] = []
@@ -192,7 +192,7 @@ def units_to_repeat(finding: Finding, makers: Mapping[str, str]) -> list[UnitToR
 
 
 class KindCount(msgspec.Struct, frozen=True):
-    """The number of findings with a code, and the meaning of the code."""
+    """The number of findings with a code; severity, meaning and remedy of the code."""
 
     code: str
     severity: str
@@ -202,7 +202,7 @@ class KindCount(msgspec.Struct, frozen=True):
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True, rename={"units_to_repeat": "redo"}):
-    """The result of a validation. ``findings`` have the keys of ``Finding``, ``where``, ``severity`` and ``to_do``."""
+    """The result of a validation. A row of ``findings`` also has the keys ``severity``, ``where`` and ``to_do``."""
 
     format_version: int
     dataset: str
@@ -270,15 +270,15 @@ def read_report(path: Path) -> Report:
 
 
 def take_back_commits(config: Config, report: Report, stages: Sequence[str]) -> None:
-    """Revoke the commits of the units that a report names, so that the next run of ``stages`` does them again.
+    """Revoke the commits of the units that a report names, so that the next run of ``stages`` processes them again.
 
-    If codes are encoded again and differ, all shards with one of these segments get the new codes. The index of the
-    dataset is always compared with the ledger again. No ranks may be working on the dataset.
+    If codes are encoded again and differ, all shards with one of these segments get the new codes. That run always
+    compares the dataset's index with its commits as well. No ranks may be working on the dataset.
 
     Raises:
-        ConfigError: the report belongs to another dataset, names nothing that can be done again, or names something
-            that this configuration or these stages did not make; or another process is working on the run. Nothing has
-            been changed.
+        ConfigError: the report belongs to another dataset, names no unit that can be processed again, or names
+            something that this configuration or these stages did not make; or another process is working on the run. In
+            all these cases nothing is changed.
     """
     refuse(
         (
@@ -294,7 +294,7 @@ def take_back_commits(config: Config, report: Report, stages: Sequence[str]) -> 
     )
     run_dir = RunDir(Path(config.run_dir))
     with locked(run_dir):
-        # Working ranks do not hold the lock.
+        # Look for working ranks separately, since they do not hold the lock.
         if live := find_workers(run_dir):
             raise ConfigError(
                 f"{describe_workers(live)} at work on this run: wait until it ends, or end it with sharmill "
@@ -336,7 +336,7 @@ def take_back_commits(config: Config, report: Report, stages: Sequence[str]) -> 
 
 
 def _units_of(stage: StageRun, wanted: Iterable[UnitToRepeat]) -> set[int]:
-    """Return the units of a stage that must be done again."""
+    """Return the units of a stage that must be processed again, given the units that a report names."""
     shards = {
         unit.shard for unit in wanted
         if unit.stage == stage.name and unit.shard is not None and (stage.shares_root or unit.encode_again)

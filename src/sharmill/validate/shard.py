@@ -1,11 +1,11 @@
 """The check of one shard: its files, the relations between cuts, audio and codes, its sound, and its recomputed codes.
 
-Everything that sharmill wrote is computed again and compared with the stored data: a cut is a function of its record
-and the length of its audio, and the metadata of audio and codes are functions of the data. In addition, every context
-must satisfy the limits. For a shard of another tool, only the guarantees of lhotse's manifests are checked, in any
-field layout. Fields added by other stages must fit their description in the dataset.
+Everything that sharmill wrote is recomputed and compared with the stored data: a cut is a function of its record and
+the length of its audio, and the metadata of audio and codes are functions of the data. In addition, every context must
+satisfy the limits. For a shard of another tool, only the guarantees of lhotse's manifests are checked, in any field
+layout. Fields added by other stages must match their description in ``dataset.json``.
 
-Each check of contents is a function of a cut or an item. It raises DamagedShard with a sentence about the first
+Each check of contents is a function of a cut or an item, which raises DamagedShard with a sentence about the first
 problem.
 """
 
@@ -62,23 +62,23 @@ from sharmill.validate.accounts import RecordRow, row_of_cut
 from sharmill.validate.checked_dataset import SECONDS_TOLERANCE, CheckedDataset, Shard
 from sharmill.validate.findings import Finding
 
-# Limits of silence and clipping in an item, and of its level in dB of full scale, beyond which it is worth a look.
+# Limits on an item's silence and clipping, and on its level in dBFS, beyond which the item is worth listening to.
 MAX_SILENCE_SHARE: Final = 0.8
 MAX_CLIPPING_SHARE: Final = 1e-3
 _LEAST_LOUDNESS: Final = -60.0
-# The share of a segment's codes that may differ. Batch neighbours and other hardware change the last bits of a codec's
-# arithmetic, and with them single codes; codes of other audio or another model differ in nearly all places. Reduced
+# The share of a segment's codes that may differ. Other items in a batch and other hardware change the last bits of a
+# codec's results, and thereby single codes; codes of other audio or of another model differ almost everywhere. Reduced
 # precision has larger errors, and in a residual codec each wrong code also makes the following ones wrong.
 MAX_DIFFERENT_CODES: Final = 0.05
 _MAX_DIFFERENT_REDUCED: Final = 0.5
 
-# Errors that reading a malformed manifest raises.
+# Errors raised by reading a malformed manifest.
 _MALFORMED: Final = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError)
 # Similarities are stored with six decimals.
 _SIMILARITY_TOLERANCE: Final = 1e-6
 # Fields whose items are as long as their cut. Contexts have another time line.
 _ALIGNED_AUDIO: Final = (RECORDING, TARGET_AUDIO)
-# lhotse's own tolerance between durations and samples (LHOTSE_AUDIO_DURATION_MISMATCH_TOLERANCE).
+# lhotse's own tolerance in seconds between duration and samples (LHOTSE_AUDIO_DURATION_MISMATCH_TOLERANCE).
 _DURATION_TOLERANCE: Final = 0.025
 # All keys that lhotse's Recording, Array, TemporalArray and Features have.
 _METADATA_KEYS: Final = frozenset({
@@ -92,13 +92,13 @@ _Measured = tuple[int, int, Sound] | RejectRecord
 
 
 class ValidateProcessor(Processor):
-    """The check of the shards of one dataset in one rank.
+    """Checks shards of a dataset in one rank.
 
     Args:
         deep: also decode every audio item.
         share: the share of the segments (targets and contexts) to encode again.
-        codecs: the codecs for this, by name.
-        with_records: also record which records the cuts carry, for the accounts.
+        codecs: the codecs that encode these segments, by name.
+        with_records: also write the record that each cut was made from, for the accounts.
     """
 
     def __init__(
@@ -125,7 +125,7 @@ class ValidateProcessor(Processor):
             found += check_contract(subject.dataset, shard, cuts, contents)
         else:
             found += check_foreign(subject, shard, cuts, contents, stats)
-        # The whole audio is processed once for decoding, and once for each codec.
+        # All audio is processed once for decoding (if requested), and once for each codec.
         passes = self._deep + len(self._codecs)
 
         def finish(item: Item) -> None:
@@ -135,7 +135,7 @@ class ValidateProcessor(Processor):
             _measure_all(shard, contents, found, stats, finish)
         found += self._encode_again(shard, contents, stats, finish)
         findings, records = f"parts/{unit.index:06d}.findings.jsonl", f"parts/{unit.index:06d}.cuts.jsonl"
-        # Only ids are needed if there are no accounts, to find duplicates.
+        # Without accounts, only the ids are needed, to find duplicates.
         rows = [row_of_cut(cut) if self._with_records else RecordRow(id=str(cut.get("id"))) for cut in cuts]
         for file, lines in ((findings, found), (records, rows)):
             write_new(staging.path(file), msgspec.json.Encoder().encode_lines(lines))
@@ -146,7 +146,7 @@ class ValidateProcessor(Processor):
         )
 
     def _read_files(self, shard: Shard, found: list[Finding], stats: dict[str, float]) -> dict[str, list[Any]]:
-        """Return the contents of the fields whose files could be read to their ends."""
+        """Return the contents of each field whose file can be read to its end; add findings and counts of files."""
         subject, contents = self._subject, dict[str, list[Any]]()
 
         def add(code: str, name: str, sentence: str, file: str | None = None) -> None:
@@ -173,7 +173,8 @@ class ValidateProcessor(Processor):
                     size = os.fstat(stream.fileno()).st_size
                     stats["files"] += 1
                     stats["bytes"] += size
-                    # Do not read a file of the wrong size for its checksum: it may be sparse and have a terabyte.
+                    # Do not compute the checksum of a file of the wrong size: it may be sparse, with a size of a
+                    # terabyte.
                     if recorded is not None and size != recorded.size:
                         add("wrong_size", name, f"{size} bytes instead of {recorded.size}{of_copy}", file)
                     elif recorded is not None and checksum_stream(stream) != recorded.xxh3:
@@ -201,10 +202,11 @@ class ValidateProcessor(Processor):
         """Yield findings for items whose codes do not match their audio; call ``finish`` with each audio item."""
         for record in self._subject.codecs if self._codecs else ():
             assert self._subject.dataset is not None  # it lists the codecs
-            # A dataset without contexts has no codes of contexts either.
+            # Without contexts, a dataset has no codes of contexts either.
             for codes, source in zip(record.fields, self._subject.dataset.audio_fields, strict=False):
                 for item, audio in zip(contents.get(codes.name, []), contents.get(source, []), strict=False):
-                    # Choose by the bytes and a seed, so that a segment is in the sample wherever it occurs.
+                    # Choose by a hash of the bytes, so that a segment is either always in the sample or never, wherever
+                    # it occurs.
                     is_chosen = xxhash.xxh3_64_intdigest(audio.data or b"", 42) < self._share * (1 << 64)
                     if is_chosen and (problem := _compare(self._codecs[record.name], record, item, audio, stats)):
                         yield shard.finding("different_codes", codes.name, problem, member=item.cut_id)
@@ -212,7 +214,7 @@ class ValidateProcessor(Processor):
 
 
 def _check_items(shard: Shard, contents: dict[str, list[Any]]) -> Iterator[Finding]:
-    """Yield findings if number, order or seconds of a field's items differ from the cuts or the index."""
+    """Yield findings if the number, order or seconds of a field's items differ from the cuts or from the index."""
     record, cuts = shard.record, contents.get(CUTS)
     ids = [str(cut.get("id")) for cut in cuts or ()]
     expected, source = (record.count, "in the index") if record else (None if cuts is None else len(cuts), "cuts")
@@ -235,7 +237,7 @@ def _check_items(shard: Shard, contents: dict[str, list[Any]]) -> Iterator[Findi
 
 
 def _find_clipped(shard: Shard, cuts: list[dict[str, Any]], stats: dict[str, float]) -> Iterator[Finding]:
-    """Count the items that were clipped in writing according to their cuts, and yield those with a large share."""
+    """Count the items that, according to their cuts, were clipped in writing; yield a finding if the share is large."""
     for cut in cuts:
         values = cut_values(cut)
         for field, name in CLIPPED_KEYS.items():
@@ -252,7 +254,7 @@ def _measure_all(
     shard: Shard, contents: dict[str, list[Item]], found: list[Finding], stats: dict[str, float],
     finish: Callable[[Item], None],
 ) -> None:  # fmt: skip
-    """Decode every audio item, the same bytes only once, and call ``finish`` with each item."""
+    """Decode every audio item (equal bytes only once), add findings to ``found``, and call ``finish`` with each."""
     reported = {(finding.code, finding.field, finding.member) for finding in found}
     known: dict[str, _Measured] = {}
     for name, items in contents.items():
@@ -271,7 +273,7 @@ def _measure_all(
 
 
 def _measure(data: bytes, stats: dict[str, float]) -> _Measured:
-    """Decode audio and measure its sound."""
+    """Decode audio and measure its sound; return the reject if the audio cannot be decoded."""
     try:
         samples, rate = decode_bytes(data)
         find_peak(samples)
@@ -296,7 +298,7 @@ def _contradicts_md5(data: bytes | memoryview, samples: np.ndarray) -> bool:
 
 
 def _sound_problem(item: Item, measured: _Measured) -> tuple[str, str] | None:
-    """Return the code and the sentence of the problem that decoding an item shows; None without a problem."""
+    """Return the code and sentence of the first problem that decoding an item has shown; None if there is none."""
     if isinstance(measured, RejectRecord):
         return "bad_audio", str(measured)
     *found, sound = measured
@@ -312,7 +314,7 @@ def _sound_problem(item: Item, measured: _Measured) -> tuple[str, str] | None:
 
 
 def _compare(codec: Codec, record: CodecRecord, item: Item, audio: Item, stats: dict[str, float]) -> str | None:
-    """Return how the codes of an item differ from the codec's; None if they match or other checks report the item."""
+    """Encode audio again; return how the stored codes differ, or None if they match or other checks report them."""
     if item.data is None or audio.data is None:
         return None
     try:
@@ -332,7 +334,7 @@ def _compare(codec: Codec, record: CodecRecord, item: Item, audio: Item, stats: 
 
 
 def _seconds(item: Item) -> float:
-    """Return the duration in the metadata; 0 if the metadata is malformed, which has its own finding."""
+    """Return the seconds in the metadata, or 0 if the metadata is malformed (reported as a separate finding)."""
     try:
         return float((item.metadata or {})["duration"])
     except _MALFORMED:
@@ -345,8 +347,8 @@ def check_contract(
     """Yield the violations of the contract in a shard of a dataset written by sharmill.
 
     Args:
-        cuts: its cuts.
-        contents: its items by field, if the files could be read.
+        cuts: the cuts of the shard.
+        contents: the items of the shard, by field, without fields whose files could not be read.
     """
     targets, contexts = contents.get(TARGET_AUDIO, []), contents.get(CONTEXT_AUDIO, [])
     may_have_contexts = dataset.has_contexts or CONTEXT_AUDIO in shard.files
@@ -404,7 +406,7 @@ def check_foreign(
 def _find(
     shard: Shard, code: str, field: str, check: Callable[..., object], rows: Sequence[Any], *others: Sequence[Any]
 ) -> Iterator[Finding]:
-    """Yield a finding for each cut or item in ``rows`` that fails a check of it and its counterparts in ``others``."""
+    """Yield a finding for each cut or item in ``rows`` that fails ``check``, which also gets its row in ``others``."""
     for row, *of_row in zip(rows, *others, strict=False):
         try:
             check(row, *of_row)
@@ -423,7 +425,7 @@ def _require(condition: object, sentence: str) -> None:
 
 
 def _require_equal(subject: str, stored: dict[str, Any], made: dict[str, Any]) -> None:
-    """Raise DamagedShard with the first difference between a stored mapping and the one computed again."""
+    """Raise DamagedShard with the first difference between a stored mapping and the recomputed one."""
     if stored != made:
         for path, should, found in find_differences(made, stored):
             raise DamagedShard(f"{path} of {subject} is {show(found)} but should be {show(should)}")
@@ -451,7 +453,7 @@ def _check_cut(may_have_contexts: bool, cut: dict[str, Any], audio: Item) -> Non
     )  # fmt: skip
     _require(target["id"] == cut["id"], f"the target audio has the id {target['id']!r}")
     custom = cut["supervisions"][0]["custom"]
-    # All other parts are equal to the cut computed again.
+    # All other parts equal the recomputed cut, so only the record can contain something that must not be loaded.
     _check_allowed("its record", custom)
     keys = sorted(custom.keys() & set(CONTEXT_KEYS))
     _require(may_have_contexts or not keys, f"its record has {', '.join(keys)}, but the dataset has no contexts")
@@ -495,7 +497,7 @@ def _check_audio(dataset: DatasetRecord, item: Item) -> None:
              f"it is {info.format} with the name .{item.extension}, in a dataset of {wanted}")  # fmt: skip
     _require(dataset.sampling_rate in (None, info.sampling_rate),
              f"its rate is {info.sampling_rate} Hz in a dataset of {dataset.sampling_rate} Hz")  # fmt: skip
-    # The id is checked against the cut, which determines it.
+    # The id is not checked here, but compared with the cut.
     _require_equal(
         "the metadata", item.metadata,
         recording_json(item.metadata.get("id", ""), info.sampling_rate, info.num_samples),
@@ -503,7 +505,7 @@ def _check_audio(dataset: DatasetRecord, item: Item) -> None:
 
 
 def _check_codes(codec: CodecRecord, temporal: bool, optional: bool, item: Item, audio: Item) -> None:
-    """Check codes against the codec and the length of their audio, and compare metadata computed from them."""
+    """Check codes against the codec and the length of their audio, and compare their metadata with recomputed ones."""
     if item.data is None and optional:
         return
     if item.data is None or item.metadata is None or audio.metadata is None:
@@ -547,7 +549,7 @@ def _check_language(cut: dict[str, Any]) -> None:
 
 
 def _find_in_field(shard: Shard, field: Field, items: Sequence[Item]) -> Iterator[Finding]:
-    """Find problems in the items of a field that a stage has added to the published layout."""
+    """Yield findings about the items of a field that is not in the published layout, which a stage has added."""
     code = "bad_audio" if field.kind == "audio" else "bad_value"
     return _find(shard, code, field.name, partial(_check_field, field), items)
 
@@ -591,7 +593,7 @@ def _check_metadata(item: Item) -> None:
 
 
 def _check_stored_audio(item: Item, seconds: float | None = None) -> None:
-    """Compare an audio item with its metadata and, if known, with the seconds of its cut."""
+    """Compare an audio item with its metadata and, if known, with the duration of its cut in seconds."""
     info, metadata = probe_bytes(item.data or b""), item.metadata or {}
     duration, channels = metadata["duration"], len(metadata.get("channel_ids") or metadata["sources"][0]["channels"])
     found, promised = (info.num_samples, info.sampling_rate), (metadata["num_samples"], metadata["sampling_rate"])

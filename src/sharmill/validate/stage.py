@@ -60,7 +60,7 @@ class ValidateConfig(StageSection):
 
 
 class ValidateStage(Stage):
-    """The check of a dataset, which writes ``report.json`` to its folder of the run directory.
+    """The check of a dataset, which writes ``report.json`` to the stage's folder in the run directory.
 
     Args:
         subject: the dataset and the checks; by default taken from the run's configuration.
@@ -182,14 +182,14 @@ class Subject:
             )
         codecs = config.items(CodecConfig)
         if level.recheck_share:
-            # Do not load a model just because the dataset names it, but load the models of the user's configuration.
+            # Load the models that the user's configuration names, but no model just because the dataset names it.
             own = {codec.name: codec.model for codec in codecs if codec.model != "builtin"}
             level = dataclasses.replace(level, codec_models=own | level.codec_models)
         options = {codec.name: codec.options for codec in codecs}
         return cls(dataset_dir=Path(config.dataset_dir), level=level, codec_options=options, against=against)
 
     def describe_level(self) -> dict[str, Any]:
-        """Return the values, besides the files, that the checks depend on."""
+        """Return the values that the checks depend on, except for the dataset's files."""
         return {
             "deep": self.level.deep,
             "recheck_codes": self.level.recheck_share,
@@ -198,7 +198,7 @@ class Subject:
         }
 
     def unchecked(self, checked: dict[str, float]) -> Iterator[str]:
-        """Yield phrases for what this level leaves unchecked; ``checked`` contains the counts of what was checked."""
+        """Yield a phrase for everything that these checks leave out; ``checked`` contains counts of the rest."""
         for name, number in checked.items():
             if name.startswith("unchecked "):
                 yield f"{number:.0f} {name.removeprefix('unchecked ')}: their format is unknown"
@@ -231,7 +231,7 @@ def _add_up_stats(commits: Iterable[Commit]) -> dict[str, float]:
 def _fingerprint(directory: Path) -> str:
     """Return a hash of the names, sizes and times of all files.
 
-    This includes the time of change, since copying may preserve the time of modification.
+    The times include the change time, since copying may preserve the modification time.
     """
     digest = xxhash.xxh3_64()
     for path in sorted(directory.rglob("*")):

@@ -1,4 +1,4 @@
-"""Decoding of audio before cuts are used. The libraries release Python's global lock, so threads decode in parallel."""
+"""Decoding of audio before cuts are used. Threads decode in parallel, since the libraries release Python's lock."""
 
 import os
 

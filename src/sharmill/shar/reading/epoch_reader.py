@@ -220,7 +220,7 @@ class EpochReader:
         return draws[order].tolist(), blocks[order].tolist(), items[order].tolist(), slots[order].tolist()
 
     def _positions(self, epoch: int, slot: int, permutation: np.ndarray) -> ShardPositions:
-        """Return the positions of a shard's cuts, but not of all if the shard is damaged and claims to have many."""
+        """Return the positions of a shard's cuts; only the first ``_MANY_CUTS`` of them if the shard is damaged."""
         count = self.source.count(int(permutation[slot]))
         if count > _MANY_CUTS and isinstance(_open(self.source, permutation, epoch, slot), DamagedShard):
             count = _MANY_CUTS

@@ -14,7 +14,7 @@ from sharmill.shar.reading.iteration import SharReader
 from sharmill.shar.reading.state import merge_states
 
 Batch = TypeVar("Batch")
-# Remedies, keyed by the texts in torch's message that call for them: the reason, or the number of the system error.
+# Remedies for errors of shared memory, keyed by parts of torch's message: the reason, or the system's error number.
 _REMEDIES: Final = {
     ("allocate shared memory", "(28)"):
         "/dev/shm has no room for a batch: give the container more shared memory (docker run --shm-size=8g), make "

@@ -87,8 +87,8 @@ class OpenShard:
 
         Args:
             number: the index of the cut in the shard.
-            position: epoch, group, draw, block and item of the cut: its position in the order of all epochs, which is
-                stored in it.
+            position: the cut's position in the order of all epochs (epoch, group, draw, block and item), which is
+                stored in the cut.
 
         Raises:
             DamagedShard: the cut or one of its items is damaged.

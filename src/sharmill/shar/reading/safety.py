@@ -1,4 +1,4 @@
-"""Limits on the manifests in a dataset: they may refer to data in the dataset, and name the paths that data came from.
+"""Limits on manifests in a dataset: they may only refer to data in the dataset, and name the paths that it came from.
 
 lhotse's manifests can do more: a recording may be the output of a command or the response of a server, an array may be
 a pickle, and a transform may contain another recording. Loading such a manifest would run the command, query the server
@@ -52,8 +52,8 @@ _MAY_BE_NONE: Final = frozenset({"compression_level", "rir", "rir_generator", "r
 # The maximum size of a resampling filter, in numbers. Rates without a common divisor need the largest filters: speeds
 # of 0.95 and 1.05 at 22,050 Hz need 1.3 x 10^8 numbers.
 _MAX_FILTER: Final = 2 * 10**8
-# Names that are FFmpeg protocols or standard input, or that lie in folders of devices (except for the disk in memory):
-# no audio of a dataset came from there.
+# Names that begin with an FFmpeg protocol, stand for standard input, or lie in folders of devices (except for the disk
+# in memory). No audio of a dataset came from there.
 _NO_FILE: Final = re.compile(r"[A-Za-z][A-Za-z0-9+.,-]+:|-$|/+(dev/+(?!shm/)|proc/|sys/)")
 
 

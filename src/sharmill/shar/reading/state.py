@@ -11,8 +11,8 @@ blocks whose number is p modulo P, in the order of the epoch. So it reads differ
 many cuts as any other part. Blocks and their numbers do not depend on P.
 
 The progress records how far each part has read, so that any number of parts can read the rest. An epoch may have been
-read with several numbers of parts P one after the other; for each of them, the progress stores the last position of
-every part. A cut is left if, for each of these P, it comes after the last position of the part that it belonged to. The
+read with different numbers of parts P, one after the other; for each P, the progress stores the last position of every
+part. A cut is left if, for each of these P, it comes after the last position of the part that it belonged to. The
 progress can also list cuts that were read but not consumed; they are left regardless of all positions.
 """
 
@@ -157,7 +157,7 @@ def _mix_bits(value: int) -> int:
 
 
 def _draw(key: int, numbers: np.ndarray) -> np.ndarray:
-    """Return 53 pseudorandom bits per number: ``_mix_bits`` for arrays, cut to what JSON readers keep exactly."""
+    """Return 53 pseudorandom bits per number, like ``_mix_bits`` but for arrays; JSON readers keep 53 bits exactly."""
     value = numbers * np.uint64(_STEP) + np.uint64(key)
     value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     value = (value ^ (value >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

@@ -58,7 +58,7 @@ class _Tar(NamedTuple):
 
 
 class NemoTarred(Export):
-    """Tarred sets: ``audio_N.tar``, ``sharded_manifests/manifest_N.json``, a combined manifest, ``metadata.yaml``.
+    """Tarred sets: ``audio_N.tar``, ``sharded_manifests/manifest_N.json``, a combined manifest, and ``metadata.yaml``.
 
     A unit is an archive with its manifest. A line of a manifest has the ``record_keys``, ``cut_id`` and ``shard_id``;
     its ``audio_filepath`` is the name of the archive's member. ``source_audio_filepath`` and ``source_audio_offset``

@@ -1,4 +1,4 @@
-"""Export of a dataset to another form, in units that can be resumed.
+"""Export of a dataset to another form, in units, so that it can be resumed.
 
 A unit is complete when a record lists its files. The manifest is written last. ``sharmill.registry.EXPORTS`` lists the
 forms. This module also defines the form ``nemo_codes``: a manifest and files of codes for each utterance, as NeMo's
@@ -97,7 +97,9 @@ class Export(ABC):
 
     @staticmethod
     def record_keys(custom: Any, new_names: Mapping[str, str] = MappingProxyType({})) -> dict[str, Any]:
-        """Return the items of a record that a manifest may contain: all but names of files, which readers would open.
+        """Return the keys and values of a record that a manifest may contain: all but names of files.
+
+        Readers would open files that a manifest names.
 
         The path, offset and duration of a context are all removed. Keys in ``new_names`` are renamed and kept.
         """
@@ -227,7 +229,7 @@ class NemoCodes(Export):
         self.units = range(len(self.shards))
 
     def write(self, unit: int) -> Iterable[Path]:
-        """Publish the folder of a shard, with the lines of its cuts; a cut without codes has the line null."""
+        """Publish the folder of a shard, with the lines of its cuts; a cut without codes has the line ``null``."""
         final = self._folder(unit)
         require_trusted_owner(self.out, [final])
         unknown = [str(path) for path in final.glob("*") if path.suffix != ".pt" and path.name != _LINES_FILE]
@@ -286,7 +288,7 @@ class NemoCodes(Export):
             role = field.removesuffix("_codes")
             name = f"{number:06d}.{role}.pt"
             torch.save(torch.from_numpy(load_array(cut, field)).to(torch.int32), folder / name)
-            # NeMo's keys for absolute paths.
+            # NeMo reads absolute paths from these keys.
             paths[f"{role}_audio_codes_path"] = str(final / name)
         return {
             **self.record_keys(supervision.custom),

@@ -214,8 +214,7 @@ class Grown:
 def add_shards(
     directory: Path, kept: Sequence[ShardRecord], like: DatasetRecord, parts: Sequence[SourceDataset], *, copy: bool
 ) -> Grown:
-    """Add the shards of the datasets in ``parts`` to a dataset directory, after its existing shards, and write its
-    index.
+    """Add the shards of the datasets in ``parts`` after the existing shards of a directory, and write its index.
 
     First the lines of ``shards.jsonl`` are written, then the files, and last ``dataset.json``, whose number of shards
     is the commit. Lines beyond that number do not belong to the dataset; they name the files that a killed process may
@@ -314,7 +313,7 @@ def append_dataset(dataset: str | Path, new: str | Path, *, copy: bool = False) 
 
     Args:
         dataset: the dataset to append to.
-        new: the dataset with the new shards, which is not changed. The two datasets must be as similar as for
+        new: the dataset with the new shards, which is not changed. The two datasets must fit together as for
             ``merge_datasets``.
         copy: copy the files; by default they are hard links, or copies if links are not possible.
 
@@ -468,8 +467,8 @@ def _find(shards: list[ShardRecord], wanted: list[ShardRecord]) -> int | None:
 def _remove_leftovers(part: SourceDataset, addition: SourceDataset) -> None:
     """Remove the files that a killed append has placed after the last shard, but no other files.
 
-    These are the files that lines of ``shards.jsonl`` after the last shard list, if an append would give them these
-    names and their bytes match the list. The lines are removed as well.
+    Lines of ``shards.jsonl`` after the last shard's line name these files. A file is removed only if an append would
+    give it this name, and if it has the listed checksum. The lines are removed as well.
     """
     directory = part.directory
     placed = [shard for shard in read_shards(directory) if shard.index >= part.record.num_shards]

@@ -35,7 +35,8 @@ def publish_dataset(
 
     Args:
         dataset: the dataset directory; another tool may have written its files.
-        url: the URL for the dataset in the store, where nothing or an earlier state of the same dataset must exist.
+        url: the URL for the dataset in the store. Nothing may exist there, except for an earlier state of the same
+            dataset.
         progress: called after each file with the number of finished files and the total number.
 
     Returns:

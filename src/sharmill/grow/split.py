@@ -49,7 +49,7 @@ class SpeakerTable:
     """The speakers of all cuts, and the groups of speakers that stay together.
 
     Attributes:
-        speakers: the name of each speaker: the dataset and speaker of the tag.
+        speakers: the name of each speaker, made of the dataset and the speaker in the tag.
         groups: the group of each speaker, (speakers,); a group's number is the index of its first speaker.
         speaker_of: the index of the speaker of each cut, (cuts,), in the order of the dataset.
         seconds: the duration of each cut in seconds, (cuts,).

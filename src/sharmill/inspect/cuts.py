@@ -73,8 +73,8 @@ def find_cut(directory: Location, cut_id: str) -> StoredCut:
         ConfigError: the dataset or the cut does not exist.
         DamagedShard: a file being read is damaged.
     """
-    # Search the bytes first, so that only few lines are decoded. Search for both spellings of the id, since other tools
-    # escape non-ASCII characters.
+    # Search the bytes first, so that only a few lines are decoded. Search for both spellings of the id, since other
+    # tools escape non-ASCII characters.
     needles = {json.dumps(cut_id, ensure_ascii=ascii)[1:-1].encode("utf-8", "surrogatepass") for ascii in (True, False)}
     for shard in read_shards(directory, read_dataset(directory).num_shards):
         path = _file(directory, shard, CUTS)

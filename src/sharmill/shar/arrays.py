@@ -52,7 +52,7 @@ def array_to_bytes(array: np.ndarray) -> bytes:
 
 
 def array_from_bytes(data: bytes, where: str) -> np.ndarray:
-    """Return the array in the bytes of an ``.npy`` file; pickled objects are refused.
+    """Return the array stored in ``.npy`` data; pickled objects are refused.
 
     ``np.load`` would also accept archives of arrays, ignore data after the array, and reserve as much memory as a
     header asks for.
@@ -68,8 +68,7 @@ def array_from_bytes(data: bytes, where: str) -> np.ndarray:
 
 
 def array_layout(data: bytes, where: str) -> tuple[np.dtype, tuple[int, ...], bool, int]:
-    """Return the dtype and shape of a complete ``.npy`` file, whether its order is Fortran's, and the offset of its
-    values.
+    """Return dtype, shape, whether the order is Fortran's, and the offset of the values of a complete ``.npy`` file.
 
     Raises:
         DamagedShard: the data is not a complete array, or contains pickled objects; the message begins with ``where``.
@@ -88,7 +87,7 @@ def array_layout(data: bytes, where: str) -> tuple[np.dtype, tuple[int, ...], bo
 
 @lru_cache(maxsize=4096)
 def _parse_header(header: bytes) -> tuple[tuple[np.dtype, tuple[int, ...], bool, int], int]:
-    """Return the values of ``array_layout`` for a header, and the size that the whole file must have in bytes."""
+    """Return the layout in a header (see ``array_layout``), and the size that the whole file must have in bytes."""
     stream = io.BytesIO(header)
     version = np.lib.format.read_magic(stream)
     if version not in _READ_HEADER:

@@ -89,7 +89,7 @@ class ShardedDataset:
         return self.directory / found.path(shard)
 
     def is_empty(self) -> bool:
-        """Return True if the directory does not exist, or contains only folders without files."""
+        """Return True if the directory is missing, or has no files but those in sharmill's staging folder and lock."""
         if not self.directory.exists():
             return True
         own = (STAGING_NAME, LOCK_NAME)
@@ -97,8 +97,7 @@ class ShardedDataset:
         return all(path.is_dir() and not path.is_symlink() and _has_no_files(path) for path in found)
 
     def is_made_of(self, fields: Sequence[str], files: Iterable[PublishedFile]) -> bool:
-        """Return True if the stored files of these fields are among ``files``; other fields of the dataset do not
-        matter.
+        """Return True if the stored files of these fields are among ``files``; other fields do not matter.
 
         For a field in the index, every entry must be among ``files``, with the same name, size and checksum. For a
         field that the index does not list, such as context audio in a dataset without contexts, the names of its files
@@ -166,7 +165,7 @@ class ShardedDataset:
     def add_fields(
         self, fields: Sequence[Field], files: Sequence[Mapping[str, FieldFile]], codec: CodecRecord | None = None
     ) -> None:
-        """List fields in the index, replacing existing entries of the same names.
+        """Add fields to the index, replacing existing entries with the same names.
 
         Args:
             fields: the fields that a stage has written.

@@ -1,8 +1,8 @@
 """The fields of a dataset: their declaration, and the names and files of the fields in the published layout.
 
-Every dataset lists its own fields; see ``DatasetRecord.layout``. The published layout is that of the published
-context-Shar scripts; its names are for code that writes or uses exactly these fields: training, exports, and the report
-page.
+Every dataset lists its own fields; see ``DatasetRecord.layout``. The published layout is the one that the published
+context-Shar scripts write; its names are for code that writes or uses exactly these fields: training, exports, and the
+report page.
 """
 
 import math

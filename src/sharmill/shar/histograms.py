@@ -1,4 +1,4 @@
-"""Mergeable histograms of cut measures such as duration and loudness, which the stage write stores in commit records.
+"""Mergeable histograms of cut measures such as duration, which the stage ``write`` stores in its commit records.
 
 The report of a run reads them from the commit records. Without a run directory, it computes them from a sample of
 shards.
@@ -68,7 +68,7 @@ EXTREMES: Final[dict[str, Callable[[dict[str, float]], float | None]]] = {
 
 
 class Histogram(msgspec.Struct):
-    """Counts of values by the bins of a scale; ``counts`` begins at bin ``first``, and all other bins are empty."""
+    """Numbers of values in the bins of a scale; ``counts`` begins with bin ``first``, and all other bins are empty."""
 
     first: int = 0
     counts: list[int] = []

@@ -50,9 +50,7 @@ _Total = Annotated[int, msgspec.Meta(ge=0, le=1 << 53)]
 
 
 class FieldFile(msgspec.Struct, frozen=True):
-    """The file of a field in one shard: its path relative to the dataset directory, its size in bytes and its XXH3
-    checksum.
-    """
+    """The file of a field in one shard: its path in the dataset directory, its size in bytes, and its XXH3 checksum."""
 
     file: str
     size: int
@@ -98,8 +96,8 @@ class ShardRecord(msgspec.Struct, frozen=True, kw_only=True):
         return {TARGET_AUDIO: self.target_seconds, CONTEXT_AUDIO: self.context_seconds}
 
 
-# No record uses `omit_defaults`: msgspec omits a default value if it is the same object, so the bytes of a record would
-# depend on whether its values have been pickled.
+# No record uses `omit_defaults`: msgspec omits a value if it is the same object as the default, so the bytes of a
+# record would depend on whether its values have been pickled.
 class CodecRecord(msgspec.Struct, frozen=True, kw_only=True):
     """Facts about a codec that are needed to read its codes, and about how they were made.
 
@@ -204,7 +202,7 @@ class DatasetRecord(msgspec.Struct, frozen=True, kw_only=True, dict=True):
             return self
         known = {field.name: field for field in self.layout}
         fields = [published_field(name) or known.get(name) for name in dict.fromkeys(self.fields)]
-        # Use sharmill's own description of published fields, but take from the file that cuts may lack codes.
+        # Use sharmill's own descriptions of published fields; only whether cuts may lack codes is taken from the file.
         may_lack = {
             name for name, told in known.items() if told.optional and (told.kind == "array" or not told.is_published)
         }

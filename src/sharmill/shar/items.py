@@ -43,9 +43,7 @@ class Item:
 
 
 class FieldWriter(AbstractContextManager["FieldWriter"]):
-    """Writes the archive of one field of a shard. The archive is completed only if the ``with`` block exits without
-    error.
-    """
+    """Writes the archive of a field in one shard, which is completed only if the ``with`` block exits without error."""
 
     def __init__(self, path: Path) -> None:
         self._stream = open_new(path)
@@ -266,8 +264,6 @@ def open_items(
 
 
 def read_field(path: Location, ids: Sequence[str] | None = None) -> Iterator[Item]:
-    """Iterate over the items of a field's file in order; raises the same error as ``open_items``, also during the
-    iteration.
-    """
+    """Iterate over the items of a field's file in order; opening and iterating raise the errors of ``open_items``."""
     table = open_items(path, ids)
     return map(table.item, range(len(table)))

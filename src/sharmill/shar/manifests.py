@@ -113,9 +113,7 @@ def utterance_of(cut: dict[str, Any]) -> Utterance:
 
 
 def _with_suffix(made: str, stored: str) -> str:
-    """Return the stored id if it is ``made``, with or without the hash that makes an ambiguous id unique; else
-    ``made``.
-    """
+    """Return the stored id if it is ``made``, perhaps with the hash that makes an id unique; otherwise ``made``."""
     return stored if stored.startswith(made) and _ID_SUFFIX.fullmatch(stored, len(made)) else made
 
 

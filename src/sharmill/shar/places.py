@@ -5,15 +5,15 @@ from typing import Final
 import numpy as np
 import xxhash
 
-# Dtype of the place of an audio item: its hash, its data's offset and size in the file in bytes, and two values from
-# its metadata.
+# Dtype of an audio item's place: its hash, the offset and size of its data in the file (in bytes), and its length and
+# sampling rate.
 PLACE: Final = np.dtype(
     [("hash", "<u8", 2), ("offset", "<i8"), ("size", "<i8"), ("num_samples", "<u4"), ("sampling_rate", "<u4")]
 )
 
 
 def hash_segment(data: bytes | memoryview, num_samples: int, sampling_rate: int) -> tuple[int, int]:
-    """Return the upper and lower 64 bits of the XXH3-128 hash of stored audio, its length and its sampling rate."""
+    """Return the two halves of the XXH3-128 hash of stored audio, which also covers its length and sampling rate."""
     digest = xxhash.xxh3_128_intdigest(data, seed=sampling_rate << 32 | num_samples)
     return digest >> 64, digest & 0xFFFFFFFFFFFFFFFF
 

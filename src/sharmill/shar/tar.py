@@ -25,7 +25,7 @@ EMPTY: Final = bytes(BLOCK)
 END: Final = bytes(2 * BLOCK)
 # Smaller archives are read as a whole, which is faster than mapping and unmapping their pages.
 _MAX_READ_BYTES: Final = 1 << 19
-# Large enough to read a header, the short text that follows it and the next header at once.
+# The number of bytes to read at once: enough for a header, the short text that follows it, and the next header.
 _WINDOW_BYTES: Final = 4096
 # The maximum size of a header extension. Names and PAX records are short; a larger one is damage, or an attempt to
 # exhaust memory.

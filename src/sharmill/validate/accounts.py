@@ -1,4 +1,4 @@
-"""Accounting: each cut id is unique, and each manifest record is exactly once in the dataset or among the rejects.
+"""Accounting: cut ids are unique, and each manifest record occurs exactly once, in the dataset or the rejects.
 
 A record is identified by path, offset and duration (if it has one), or by its whole line if it lacks even a path; its
 transcript is compared as well. All records are kept in a temporary database on disk, so that memory use does not depend
@@ -99,7 +99,7 @@ class ExpectedRecords:
         return [[name for root in of_source for name in root.names] for of_source in roots]
 
     def manifest_rows(self) -> Iterator[RecordRow]:
-        """Read the records of all manifests."""
+        """Yield the records of all manifests."""
         for source, roots in zip(self.sources, self.root_names, strict=True):
             for line in source.records():
                 data = record_text(line)
@@ -107,7 +107,7 @@ class ExpectedRecords:
                 yield row_of(_parse(text) if len(data) <= MAX_RECORD_BYTES else text, roots, text)
 
     def reject_rows(self) -> Iterator[RecordRow]:
-        """Read the records of all rejects."""
+        """Yield the records in all files of rejects."""
         for name in self.rejects:
             for _, line in iterate_lines(Path(name), "rejects"):
                 try:
@@ -128,7 +128,7 @@ class ExpectedRecords:
 def _parse(text: str) -> Any:
     """Parse a record; return it as an object or, if it is not one, as the text that the stage prepare rejects.
 
-    The decoded text is parsed, and not the bytes, which may not be valid UTF-8, because rejects contain this text.
+    The text is parsed instead of the bytes, because rejects contain the text, and the bytes may be invalid UTF-8.
     """
     try:
         record = decode_object(text.encode(), "the record is no object")
@@ -187,8 +187,7 @@ class Accounts:
         return int(self._records.execute("SELECT count(*) FROM records WHERE side = 1 AND key IS NULL").fetchone()[0])
 
     def check(self, expected: ExpectedRecords, *, compare_texts: bool) -> tuple[list[Finding], dict[str, int]]:
-        """Account for the records of the manifests; return the findings, and counts of the records by where they were
-        found.
+        """Account for the records of the manifests; return findings, and counts such as ``records found as cuts``.
 
         Args:
             compare_texts: require cuts to have the transcripts of the manifests, as in a dataset written by sharmill.

@@ -1,7 +1,7 @@
 """The dataset being checked: the shards in its index or, without an intact index, the shards found in its folders.
 
-This module also makes the checks that read no shards: of the consistency of the index, and for files that belong to no
-shard.
+This module also makes the checks that read no shards: whether the index is consistent, and whether all files belong to
+a shard.
 """
 
 from collections.abc import Callable, Iterator, Sequence

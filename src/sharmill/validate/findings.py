@@ -1,4 +1,4 @@
-"""The checker's findings and its report: what was found, checked and not checked, and how to repair it.
+"""The checker's findings and its report: what was checked and not checked, what was found, and how to repair it.
 
 ``--json FILE`` writes the report as JSON, and ``--redo FILE`` reads it; docs/checking.md describes its keys. Redo
 revokes the commits of the units that the report names, so that the next ordinary run processes them again.
@@ -39,7 +39,7 @@ _CODES: Final = "codes"
 
 @dataclass(frozen=True, slots=True)
 class FindingKind:
-    """The meaning of a code, the remedy, and what must be rebuilt to repair it: the shard, the index or both."""
+    """The meaning of a finding's code, its remedy, and what must be rebuilt: the shard, its codes or the index."""
 
     meaning: str
     to_do: str
@@ -47,7 +47,7 @@ class FindingKind:
     severity: Literal["error", "warning"] = "error"
 
     def to_do_for(self, foreign: bool) -> str:
-        """Return the remedy; for another tool's dataset, no run of sharmill can rebuild shards."""
+        """Return the remedy, which differs for another tool's dataset, since sharmill cannot rebuild its shards."""
         if foreign and self.to_do.startswith(_REDO):
             return "write the shard again with the tool that made it, or remove all of its files and index the rest"
         return self.to_do
@@ -172,7 +172,7 @@ class UnitToRepeat(msgspec.Struct, frozen=True, order=True, omit_defaults=True):
 
 
 def units_to_repeat(finding: Finding, makers: Mapping[str, str]) -> list[UnitToRepeat]:
-    """Return the units that must be processed again to repair a finding; an empty list if this would not repair it.
+    """Return the units that must be processed again to repair a finding; an empty list if no unit would repair it.
 
     Args:
         makers: the names of the stages that made the fields outside the published layout, by field.
@@ -192,7 +192,7 @@ def units_to_repeat(finding: Finding, makers: Mapping[str, str]) -> list[UnitToR
 
 
 class KindCount(msgspec.Struct, frozen=True):
-    """The number of findings with a code; severity, meaning and remedy of the code."""
+    """A code with its number of findings, its severity, its meaning and its remedy."""
 
     code: str
     severity: str
@@ -272,8 +272,8 @@ def read_report(path: Path) -> Report:
 def take_back_commits(config: Config, report: Report, stages: Sequence[str]) -> None:
     """Revoke the commits of the units that a report names, so that the next run of ``stages`` processes them again.
 
-    If codes are encoded again and differ, all shards with one of these segments get the new codes. That run always
-    compares the dataset's index with its commits as well. No ranks may be working on the dataset.
+    If a segment is encoded again and its codes differ, all shards that contain the segment get the new codes. The next
+    run always compares the dataset's index with the commits as well. No ranks may be working on the dataset.
 
     Raises:
         ConfigError: the report belongs to another dataset, names no unit that can be processed again, or names

@@ -5,8 +5,8 @@ the length of its audio, and the metadata of audio and codes are functions of th
 satisfy the limits. For a shard of another tool, only the guarantees of lhotse's manifests are checked, in any field
 layout. Fields added by other stages must match their description in ``dataset.json``.
 
-Each check of contents is a function of a cut or an item, which raises DamagedShard with a sentence about the first
-problem.
+Each check of contents is a function that takes a cut or an item, and raises DamagedShard with a sentence about the
+first problem.
 """
 
 import errno
@@ -76,7 +76,7 @@ _MAX_DIFFERENT_REDUCED: Final = 0.5
 _MALFORMED: Final = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError)
 # Similarities are stored with six decimals.
 _SIMILARITY_TOLERANCE: Final = 1e-6
-# Fields whose items are as long as their cut. Contexts have another time line.
+# Fields whose items are as long as their cut. Contexts have a time line of their own.
 _ALIGNED_AUDIO: Final = (RECORDING, TARGET_AUDIO)
 # lhotse's own tolerance in seconds between duration and samples (LHOTSE_AUDIO_DURATION_MISMATCH_TOLERANCE).
 _DURATION_TOLERANCE: Final = 0.025
@@ -92,7 +92,7 @@ _Measured = tuple[int, int, Sound] | RejectRecord
 
 
 class ValidateProcessor(Processor):
-    """Checks shards of a dataset in one rank.
+    """Checks the shards that one rank processes.
 
     Args:
         deep: also decode every audio item.
@@ -146,7 +146,7 @@ class ValidateProcessor(Processor):
         )
 
     def _read_files(self, shard: Shard, found: list[Finding], stats: dict[str, float]) -> dict[str, list[Any]]:
-        """Return the contents of each field whose file can be read to its end; add findings and counts of files."""
+        """Return the contents of all fields with readable files; add findings to ``found`` and counts to ``stats``."""
         subject, contents = self._subject, dict[str, list[Any]]()
 
         def add(code: str, name: str, sentence: str, file: str | None = None) -> None:
@@ -237,7 +237,7 @@ def _check_items(shard: Shard, contents: dict[str, list[Any]]) -> Iterator[Findi
 
 
 def _find_clipped(shard: Shard, cuts: list[dict[str, Any]], stats: dict[str, float]) -> Iterator[Finding]:
-    """Count the items that, according to their cuts, were clipped in writing; yield a finding if the share is large."""
+    """Count the items that were clipped in writing, as their cuts record; yield a finding for each large share."""
     for cut in cuts:
         values = cut_values(cut)
         for field, name in CLIPPED_KEYS.items():
@@ -254,7 +254,7 @@ def _measure_all(
     shard: Shard, contents: dict[str, list[Item]], found: list[Finding], stats: dict[str, float],
     finish: Callable[[Item], None],
 ) -> None:  # fmt: skip
-    """Decode every audio item (equal bytes only once), add findings to ``found``, and call ``finish`` with each."""
+    """Decode every audio item (equal bytes only once), add findings to ``found``; call ``finish`` with each item."""
     reported = {(finding.code, finding.field, finding.member) for finding in found}
     known: dict[str, _Measured] = {}
     for name, items in contents.items():
@@ -406,7 +406,10 @@ def check_foreign(
 def _find(
     shard: Shard, code: str, field: str, check: Callable[..., object], rows: Sequence[Any], *others: Sequence[Any]
 ) -> Iterator[Finding]:
-    """Yield a finding for each cut or item in ``rows`` that fails ``check``, which also gets its row in ``others``."""
+    """Yield a finding for each cut or item in ``rows`` that fails a check.
+
+    The check is called with the row, and with its counterparts in ``others``.
+    """
     for row, *of_row in zip(rows, *others, strict=False):
         try:
             check(row, *of_row)
@@ -497,7 +500,7 @@ def _check_audio(dataset: DatasetRecord, item: Item) -> None:
              f"it is {info.format} with the name .{item.extension}, in a dataset of {wanted}")  # fmt: skip
     _require(dataset.sampling_rate in (None, info.sampling_rate),
              f"its rate is {info.sampling_rate} Hz in a dataset of {dataset.sampling_rate} Hz")  # fmt: skip
-    # The id is not checked here, but compared with the cut.
+    # Keep the stored id, which is compared with the cut elsewhere.
     _require_equal(
         "the metadata", item.metadata,
         recording_json(item.metadata.get("id", ""), info.sampling_rate, info.num_samples),
@@ -505,7 +508,7 @@ def _check_audio(dataset: DatasetRecord, item: Item) -> None:
 
 
 def _check_codes(codec: CodecRecord, temporal: bool, optional: bool, item: Item, audio: Item) -> None:
-    """Check codes against the codec and the length of their audio, and compare their metadata with recomputed ones."""
+    """Check codes against the codec and the length of their audio, and their metadata against recomputed metadata."""
     if item.data is None and optional:
         return
     if item.data is None or item.metadata is None or audio.metadata is None:

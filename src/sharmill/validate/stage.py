@@ -198,7 +198,11 @@ class Subject:
         }
 
     def unchecked(self, checked: dict[str, float]) -> Iterator[str]:
-        """Yield a phrase for everything that these checks leave out; ``checked`` contains counts of the rest."""
+        """Yield a phrase for everything that these checks leave out.
+
+        Args:
+            checked: the counts of what was checked.
+        """
         for name, number in checked.items():
             if name.startswith("unchecked "):
                 yield f"{number:.0f} {name.removeprefix('unchecked ')}: their format is unknown"

@@ -227,7 +227,7 @@ class EpochReader:
         return self.order.positions(epoch, slot, count)
 
     def count_left(self, epoch: int, known: EpochProgress, num_parts: int) -> np.ndarray:
-        """Return the number of cuts left for each part (num_parts,), without cuts known to be filtered out."""
+        """Return the number of cuts left for each part (num_parts,), not counting cuts known to be filtered out."""
         left = np.zeros(num_parts, np.int64)
         permutation = self.order.permutation(epoch)
         for group in range(self.order.num_groups):

@@ -86,7 +86,7 @@ def check_claims(data: bytes, claimed: float | None, wanted: float | None = None
         try:
             with sf.SoundFile(io.BytesIO(data)) as sound:
                 found = sound.frames, sound.channels, sound.samplerate
-        except (sf.LibsndfileError, TypeError):  # soundfile raises TypeError for bytes that it takes for raw samples
+        except (sf.LibsndfileError, TypeError):  # soundfile raises TypeError for bytes that it treats as raw samples
             return  # lhotse reports the error
     num_samples, channels, rate = found
     if wanted is not None:

@@ -31,7 +31,7 @@ _MAX_EMPTY_EPOCHS = 20
 
 
 class SharReader:
-    """The cuts of a dataset that belong to this part (a rank or one of its workers); each iteration is the next epoch.
+    """The cuts of a dataset for this part (a rank or one of its workers); each iteration reads the next epoch.
 
     ``state_dict()`` records which cuts the most recent iteration has consumed. If a reader of the same dataset with the
     same options (except ``rank`` and ``world_size``) loads that state, its next iteration continues with the remaining
@@ -177,7 +177,7 @@ class SharReader:
         return left
 
     def count_damaged(self) -> int:
-        """Count one more damaged cut, in which the caller found the damage; return the number over all epochs."""
+        """Count one more damaged cut, which the caller has found; return the number of damaged cuts over all epochs."""
         assert self._running is not None
         self._running.num_damaged += 1
         return self._running.num_damaged
@@ -275,7 +275,7 @@ class SharReader:
 
 
 def _count_damage(progress: Progress, damage: DamagedShard, max_damaged: int | None) -> None:
-    """Count a cut that is left out because its shard is damaged; raise the damage if there are too many."""
+    """Count a cut that is left out because of damage; raise the damage if there are too many such cuts."""
     progress.num_damaged += 1
     limit = _MAX_DAMAGED if max_damaged is None else max_damaged
     if progress.num_damaged > limit:

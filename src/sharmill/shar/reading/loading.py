@@ -115,7 +115,7 @@ class _TensorSharing(ForkingPickler):
     """Finds the tensors of a batch in any objects, as torch's own pickler does, and moves them to shared memory."""
 
     def __init__(self) -> None:
-        # With a buffer callback, arrays are pickled out of band and thus not copied. Nothing is written.
+        # The output is discarded. With a buffer callback, arrays are pickled out of band, so they are not copied.
         super().__init__(SimpleNamespace(write=len), 5, True, lambda _: None)
 
     def reducer_override(self, found: Any) -> Any:

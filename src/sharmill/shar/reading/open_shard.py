@@ -40,8 +40,8 @@ class OpenShard:
     Args:
         files: the files to open.
         foreign: True if another tool wrote the dataset, so that time lines may have to be corrected.
-        needed: fields in which a cut must have an item; otherwise it is left out.
-        conditions: conditions that a cut must meet; otherwise it is left out.
+        needed: fields of which each cut must have an item; cuts without one are left out.
+        conditions: conditions that each cut must meet; all other cuts are left out.
         unattached: fields that only conditions need; their items are not attached to cuts.
 
     Raises:
@@ -195,7 +195,8 @@ def _align(cut: MonoCut, custom: dict[str, Any]) -> None:
             # lhotse counts alignment times from the start of the recording, which is now the start of the cut.
             for kind, items in (supervision.alignment or {}).items():
                 supervision.alignment[kind] = [item.with_offset(-cut.start) for item in items]
-            # The stored start is the (rounded) start of the cut, although lhotse counts from the beginning of the cut.
+            # The stored time is the (rounded) start of the cut, but lhotse counts the times of supervisions from the
+            # start of the cut.
             if cut.start > 0 and math.isclose(supervision.start, cut.start, abs_tol=1e-3):
                 supervision.start = 0.0
         set_field(cut, "start", 0.0)

@@ -94,7 +94,7 @@ def _forbidden(manifest: dict[str, Any]) -> str | None:
             if found := _forbidden_in_transform(transform, rate):
                 return f"a transform {transform['name']} {found}"
     kind = manifest.get("storage_type")
-    # With one of these keys, lhotse takes the mapping for an array, features or an image; otherwise it is user data.
+    # With one of these keys, lhotse treats the mapping as an array, features or an image; otherwise it is user data.
     is_stored = any(key in manifest for key in ("shape", "num_features", "width"))
     if kind is not None and str(kind) not in ("shar", "memory_npy", "memory_lilcom") and is_stored:
         return f"data of type {kind!r}"

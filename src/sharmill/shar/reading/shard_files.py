@@ -15,7 +15,7 @@ class ShardFiles:
         cuts: the file of its cuts.
         fields: the files of the chosen fields, by the attribute of the cut that each one fills.
         count: the expected number of cuts, if known.
-        sidecars: the files for random access, by the name of the field or ``cuts``; empty if there are none.
+        sidecars: the files for random access, with the keys of ``fields`` and ``cuts``; empty if there are none.
         lines: the lines of the file of cuts, if they have been read already.
     """
 

@@ -287,7 +287,7 @@ class Progress:
             self.epoch += 1
 
     def for_part(self, part: Part) -> "Progress":
-        """Return a copy for the part that continues it; raise ConfigError if the progress belongs to another part."""
+        """Return a copy for ``part``, which continues the progress; raise ConfigError if it belongs to another part."""
         if self.part not in (None, part):
             raise ConfigError(
                 f"the state belongs to part {self.part.index} of {self.part.count}, but this is part {part.index} of "

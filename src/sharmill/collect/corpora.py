@@ -1,4 +1,4 @@
-"""Names of corpora, and the recipes that read them as published, by lhotse or sharmill."""
+"""Names of corpora, and the recipes of lhotse or sharmill that read each corpus in its published layout."""
 
 import pkgutil
 import re
@@ -15,7 +15,7 @@ from sharmill.registry import nearest
 _LIBRI_PARTS: Final = (
     "dev-clean", "dev-other", "test-clean", "test-other", "train-clean-100", "train-clean-360", "train-other-500",
 )  # fmt: skip
-# Alternative names used by NeMo's documentation and others, without blanks and punctuation.
+# Alternative names of corpora, as in NeMo's documentation and elsewhere, in lower case without spaces or punctuation.
 _ALIASES: Final = {
     "aishell1": "aishell",
     "fisher": "fisher_english",
@@ -29,7 +29,7 @@ _ALIASES: Final = {
 
 
 def _existing_libritts_parts(directory: Path) -> dict[str, Any]:
-    """Return the existing parts of LibriTTS, because by default the recipe requires all of them."""
+    """Return the recipe argument for the existing parts of LibriTTS, since by default the recipe requires all parts."""
     found = [name for name in _LIBRI_PARTS if (directory / name).is_dir()]
     if not found:
         raise ConfigError(f"{directory} has none of {', '.join(_LIBRI_PARTS)}; name the folder that contains them",
@@ -42,13 +42,13 @@ class Corpus:
     """A corpus that a recipe reads.
 
     Attributes:
-        recipe: name of the recipe, of lhotse's or our own.
+        recipe: name of the recipe, which belongs to lhotse or sharmill.
         dataset: name of the corpus in speaker tags.
         language, speaker: values for records if the recipe provides none.
-        parts: parts that lhotse can download, named like the splits; empty if it cannot download single parts.
-        folder: subfolder of the folder to which lhotse reports the download.
-        adapt: returns further arguments of the recipe for the folder of the corpus.
-        read: our own recipe, which replaces lhotse's.
+        parts: names of the parts that lhotse can download separately, which are also names of splits; may be empty.
+        folder: subfolder with the corpus, in the folder that lhotse's download function returns.
+        adapt: function that returns further recipe arguments for the corpus in a given folder.
+        read: sharmill's own recipe; None if lhotse's recipe is used.
     """
 
     recipe: str
@@ -62,7 +62,7 @@ class Corpus:
 
 
 _libritts = partial(Corpus, language="en", adapt=_existing_libritts_parts, parts=_LIBRI_PARTS)
-# Keys are the names of lhotse's recipes.
+# Corpora by the names of their recipes.
 CORPORA: Final = {
     corpus.recipe: corpus
     for corpus in (
@@ -74,7 +74,7 @@ CORPORA: Final = {
             recipe="vctk",
             dataset="VCTK",
             language="en",
-            # Version 0.92 contains FLAC from two microphones.
+            # Version 0.92 has this folder, with FLAC files from two microphones.
             adapt=lambda directory: {"use_edinburgh_vctk_url": (directory / "wav48_silence_trimmed").is_dir()},
         ),
         Corpus(recipe="ljspeech", dataset="LJSpeech", language="en", speaker="LJ"),
@@ -88,7 +88,7 @@ CORPORA: Final = {
 
 
 def find_corpus(name: str) -> Corpus:
-    """Return the corpus with a name: a key of ``CORPORA``, an alternative name, or the name of any lhotse recipe.
+    """Return the corpus that a name stands for: a key of ``CORPORA``, an alternative name, or any recipe of lhotse.
 
     >>> find_corpus("lhotse:librispeech").dataset, find_corpus("HUB5").recipe
     ('LibriSpeech', 'eval2000')

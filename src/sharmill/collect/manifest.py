@@ -1,4 +1,7 @@
-"""The stage behind ``sharmill manifest``: records of folders, tables, manifests or a corpus, completed from headers."""
+"""The stage behind ``sharmill manifest``, which makes a NeMo manifest from folders, tables, manifests or a corpus.
+
+Durations are taken from audio headers.
+"""
 
 import itertools
 import os
@@ -42,13 +45,14 @@ _probe = lru_cache(maxsize=16)(probe)
 _TYPES: Final[dict[str, type[Source]]] = {
     ".csv": TableSource, ".tsv": TableSource, ".json": NemoSource, ".jsonl": NemoSource,
 }  # fmt: skip
-# Suffixes of files beside a manifest: rejects, warnings of the recipe, and the description, which is written last.
+# Suffixes of the companion files of a manifest: rejects, the recipe's warnings, and a description, which is written
+# last.
 REJECTS: Final = ".rejects.jsonl"
 LOG: Final = ".recipe.log"
 INFO: Final = ".info.yaml"
 # File with the result of a recipe, in the folder of the plan.
 _FOUND: Final = "found.json"
-# Kinds of records that are counted.
+# Properties for which the description states how many records have them.
 _COUNTS: Final = ("with_text", "with_speaker", "of_several_channels")
 
 
@@ -59,11 +63,11 @@ class ManifestOptions:
     Attributes:
         audio_root: folder that paths are relative to; None for the common folder of the sources.
         keys: keys of the sources, as in a configuration; each source uses the keys that it knows.
-        corpus: name of a corpus, or None.
-        recipe_options: further arguments of its recipe.
-        splits: names or patterns of its splits; empty for all.
-        min_segment: join its utterances until they last this many seconds.
-        download: have lhotse download it into the folder first.
+        corpus: name of the corpus in the only source, or None.
+        recipe_options: further arguments of the corpus's recipe.
+        splits: names or patterns of the corpus's splits; empty for all.
+        min_segment: join utterances of the corpus until they last this many seconds; None to join none.
+        download: let lhotse download the corpus into the folder first.
         vocabulary: path for the vocabulary of the texts, or None.
         word_vocabulary: True for a vocabulary of words rather than characters.
         force: replace an existing manifest, its companion files and the vocabulary.
@@ -86,7 +90,7 @@ class Destination:
     """The files of a manifest.
 
     Attributes:
-        path: path of the manifest. Splits have their own: ``manifest.train.json`` for ``manifest.json``.
+        path: path of the manifest. Each split has its own file, such as ``manifest.train.json`` for ``manifest.json``.
         root: folder that all paths in the manifest are relative to.
         vocabulary: path of the vocabulary of the texts, or None.
     """
@@ -96,15 +100,15 @@ class Destination:
     vocabulary: Path | None = None
 
     def of_split(self, split: str) -> Path:
-        """Return the path of a split's manifest; "" is the only split."""
+        """Return the path of a split's manifest; "" stands for the only split."""
         return self.beside(f".{split}{self.path.suffix}") if split else self.path
 
     def beside(self, end: str) -> Path:
-        """Return the path of a companion file with this suffix."""
+        """Return the path of the companion file with the suffix ``end``."""
         return self.path.with_name(self.path.stem + end)
 
     def files(self, splits: Iterable[str] = ("",)) -> list[Path]:
-        """Return the paths of all files; some of them may not be written."""
+        """Return the paths of all files that may be written."""
         vocabulary = [self.vocabulary] if self.vocabulary else []
         return [*map(self.of_split, splits), *map(self.beside, (INFO, REJECTS, LOG)), *vocabulary]
 
@@ -114,7 +118,7 @@ class Input(NamedTuple):
 
     Attributes:
         source: reader of the records, with the audio root and the rules for speakers and channels.
-        split: split of a corpus; "" if there is only one.
+        split: name of a corpus's split; "" if there is only one.
         defaults: keys and values for records that lack the keys.
     """
 
@@ -133,6 +137,9 @@ def make_manifest(
         sources: paths of folders and files.
         output: path of the manifest.
         workers: number of processes, or ``auto`` for all cores.
+
+    Returns:
+        The files of the manifest, and the totals of the stage.
 
     Raises:
         ConfigError: the sources, options or output cannot be used, or another process is creating the manifest.
@@ -177,7 +184,7 @@ def make_manifest(
 
 
 class ManifestStage(Stage):
-    """The stage that completes records. A unit is a part of an input, and the run directory is beside the manifest."""
+    """The stage that completes records. A unit is a piece of an input; the run directory is beside the manifest."""
 
     kind = "manifest"
     cost_unit = "records"
@@ -216,7 +223,7 @@ class ManifestStage(Stage):
                 raise ConfigError(f"{names} has no records; name a file with records", code="bad_manifest")
 
     def inputs(self, folder: Path) -> list[Input]:
-        """Return the inputs to read; the splits of a corpus are in ``folder``, the folder of the plan."""
+        """Return the inputs to read; ``folder`` is the folder of the plan, which contains the splits of a corpus."""
         if self.options.corpus is None:
             return [Input(source, "", {}) for source in self.given]
         found = load_record(folder / _FOUND, RecipeResult)
@@ -242,7 +249,7 @@ class ManifestStage(Stage):
         for unit, commit in zip(run.units, commits, strict=True):
             parts[inputs[unit.params["input"]].split].append(commit)
         destination, log = self.destination, run.plan_folder / RECIPE_LOG
-        # Sort the warnings, since recipes read files in the order of the file system.
+        # Sort the warnings, since recipes read files in the file system's order, which may differ between machines.
         warnings = sorted(log.read_text("utf-8").splitlines()) if log.exists() else []
         for file in destination.files(parts):
             # Remove leftovers of killed processes.
@@ -289,9 +296,9 @@ class ManifestStage(Stage):
 
 
 def _vocabulary(root: Path, parts: dict[str, list[Commit]]) -> bytes:
-    """Return the vocabulary of the training splits, or of all splits if there are none.
+    """Return the content of the vocabulary file, from the training splits, or from all splits if there are none.
 
-    It has one entry per line, the most frequent first.
+    The file has one entry per line, the most frequent first.
     """
     counts: Counter[str] = Counter()
     for split in [split for split in parts if "train" in split] or parts:
@@ -302,7 +309,7 @@ def _vocabulary(root: Path, parts: dict[str, list[Commit]]) -> bytes:
 
 
 class Completion(Processor):
-    """Completes records from headers alone, with paths relative to the root of all inputs, in one rank."""
+    """Adds durations from audio headers to records, and makes paths relative to the root of all inputs, in one rank."""
 
     def __init__(self, inputs: Sequence[Input], options: ManifestOptions, root: Path) -> None:
         self._inputs = inputs
@@ -366,7 +373,7 @@ class Completion(Processor):
         offset, duration = segment_times(record, info, _TOLERANCE)
         made: dict[str, Any] = {"audio_filepath": path}
         if record.get("offset") is None:
-            made["duration"] = info.num_samples / info.sampling_rate  # exact
+            made["duration"] = info.num_samples / info.sampling_rate  # exact, unlike the record's own duration
         elif duration <= 0:
             raise RejectRecord("empty_audio", "the segment has no duration")
         else:
@@ -376,10 +383,10 @@ class Completion(Processor):
         if tag is not None:
             made["speaker"] = str(tag)
         elif find_tag(record.get("speaker")):
-            # A tag without a speaker keeps its other parts.
+            # Keep a tag that names no speaker for its other parts.
             made["speaker"] = record["speaker"]
         elif rule.language != UNDETERMINED:
-            # The language has no other place if there is no tag.
+            # A record that has no tag needs another key for the language.
             made["lang"] = rule.language
         made |= {key: value for key, value in record.items() if key not in TYPED_KEYS}
         own = record.get("channel")
@@ -390,7 +397,7 @@ class Completion(Processor):
 
 
 def _replace(path: Path, parts: Sequence[Path]) -> None:
-    """Publish parts as one file; remove the file if there are no parts."""
+    """Publish the concatenated parts as ``path``; if there are no parts, remove the file."""
     if parts:
         merge_files(parts, path)
     else:
@@ -398,7 +405,7 @@ def _replace(path: Path, parts: Sequence[Path]) -> None:
 
 
 def _add_up_counts(commits: Iterable[Commit]) -> dict[str, Any]:
-    """Return the counts of a manifest: records, hours, and the records of each kind in ``_COUNTS``."""
+    """Return the number of records, the hours, and the number of records with each property in ``_COUNTS``."""
     counts = Counter[str]()
     for commit in commits:
         counts.update({"records": commit.num_out, **{key: commit.stats[key] for key in ("seconds", *_COUNTS)}})
@@ -409,7 +416,7 @@ def _add_up_counts(commits: Iterable[Commit]) -> dict[str, Any]:
 
 
 def _make_sources(sources: Sequence[str], options: ManifestOptions) -> list[Source]:
-    """Return the sources, each with the option keys that it knows."""
+    """Return a source for each path, with the option keys that it knows."""
     of_corpus = options.corpus is not None
     refuse(
         (of_corpus and len(sources) > 1, "--from needs exactly one folder, the folder of the corpus"),
@@ -439,7 +446,11 @@ def _make_sources(sources: Sequence[str], options: ManifestOptions) -> list[Sour
 
 
 def _make_source(source: str, options: ManifestOptions) -> Source:
-    """Return the source for a path. Its audio root is the folder itself, the folder of the file, or the given one."""
+    """Return the source for a path.
+
+    Its audio root is the path itself if this is a folder, otherwise the option ``audio_root`` or the folder of the
+    file.
+    """
     path = expand_home(source)
     if options.download and not path.exists():
         make_folder(path)

@@ -1,4 +1,4 @@
-"""Our own recipes: AN4, and HiFi-TTS, Fisher and HUB5, for which lhotse's recipes are not sufficient.
+"""Recipes of sharmill's own: AN4, which lhotse lacks, and HiFi-TTS, Fisher and HUB5, where lhotse's are insufficient.
 
 Audio headers are read with sharmill's reader, so a single unreadable file does not stop a recipe.
 """
@@ -20,15 +20,16 @@ _FISHER: Final = (
     ("LDC2004S13-Part1", "LDC2004S13", "LDC2004T19"),
     ("LDC2005S13-Part2", "LDC2005S13", "LDC2005T19"),
 )
-# Text that marks an utterance to be left out; joined utterances do not span it.
+# Text of an utterance to be left out. Utterances before and after it are not joined with each other.
 LEFT_OUT: Final = "(("
-# Split of each tenth of Fisher's recordings.
+# The split to which each tenth of Fisher's recordings belongs.
 _FISHER_SPLITS: Final = (*["train"] * 8, "validation", "test")
-# Parts of Fisher texts that are removed: tags such as [laughter] or, by its second transcriber, <noise>; and
+# Parts of Fisher's texts that are removed: tags, such as [laughter] or the second transcriber's <noise>, and
 # punctuation.
 _FISHER_TAG: Final = re.compile(r"\[+[^\]]*\]+|<[^>]*>")
 _FISHER_SIGNS: Final = str.maketrans(dict.fromkeys('()*;:"!&{},.-?'))
-# HUB5's scoring texts: recording, channel, speaker, start, end, labels, text with markup for asides and hesitations.
+# HUB5's file of texts for scoring. A line has recording, channel, speaker, start, end, labels, and a text with markup
+# for asides and hesitations.
 _HUB5_TEXTS: Final = "hub5e00.english.000405.stm"
 _STM_LINE: Final = re.compile(r"(\S+)\s+([AB])\s+(\S+)\s+([\d.]+)\s+([\d.]+)\s+(?:<[^>]*>)?(.*)")
 _STM_HESITATION: Final = re.compile(r"\(%(?:hesitation|uh|ah)\)")
@@ -39,8 +40,8 @@ _AN4_LINE: Final = re.compile(r"(.*)\(([^()\s]+)\)\s*")
 def forgive_headers() -> None:
     """Make lhotse read headers with sharmill's reader until this process ends.
 
-    A file that the reader rejects is reported as a long file with two channels. Recipes therefore accept it with all
-    its segments, which are rejected later when all records are checked. SPHERE files need no sph2pipe.
+    If the reader rejects a file, the recipe is told that it is a long file with two channels, and so keeps all its
+    segments. They are rejected later, when all records are checked. SPHERE files are read without sph2pipe.
     """
     from lhotse.audio import backend
 
@@ -56,7 +57,10 @@ def forgive_headers() -> None:
 
 
 def read_hifitts(directory: Path) -> dict[str, Any]:
-    """Return the partitions of HiFi-TTS, read one by one, since lhotse's recipe may confuse their names."""
+    """Return recordings and supervisions of HiFi-TTS by partition.
+
+    The partitions are read one by one, since lhotse's recipe for the whole corpus may confuse their names.
+    """
     from lhotse.recipes.hifitts import prepare_single_partition
 
     forgive_headers()
@@ -64,7 +68,8 @@ def read_hifitts(directory: Path) -> dict[str, Any]:
     for path in sorted(directory.glob("*_manifest_*.json")):
         speaker, _, quality, split = path.stem.split("_")
         recordings, supervisions = prepare_single_partition(path, directory, speaker, quality)
-        # Like the partition names, include the quality, because the recordings of a speaker differ in it.
+        # Include the quality in the speaker's name, as in the partition's name: a speaker has recordings of several
+        # qualities.
         for supervision in supervisions:
             supervision.custom["speaker_name"] = supervision.speaker
             supervision.speaker = f"{speaker}_{quality}"
@@ -77,11 +82,12 @@ def read_hifitts(directory: Path) -> dict[str, Any]:
 def read_fisher(directory: Path, *, remove_noises: bool = False) -> dict[str, Any]:
     """Return recordings and supervisions of the existing parts of Fisher, by split.
 
-    Sorted by name, the first 80 % of the recordings are for training and the next 10 % for validation. With
-    ``remove_noises``, texts are cleaned as in NeMo's script, and uncertain utterances are left out.
+    Sorted by name, the first 80 % of the recordings are for training, the next 10 % for validation, and the rest for
+    testing. With ``remove_noises``, texts are cleaned as in NeMo's script, and uncertain utterances are left out.
 
     The parts may have LDC's names (LDC2004S13 with LDC2004T19, LDC2005S13 with LDC2005T19), or the names in NeMo's
-    documentation (LDC2004S13-Part1 and LDC2005S13-Part2). lhotse's recipe does not know the latter, so it gets links.
+    documentation (LDC2004S13-Part1 and LDC2005S13-Part2). lhotse's recipe knows only LDC's names, so it reads the parts
+    through links with these names.
     """
     from lhotse.recipes.fisher_english import prepare_fisher_english
 
@@ -178,7 +184,7 @@ def read_hub5(directory: Path, transcript_path: str | None = None) -> dict[str, 
 
 
 def _link_fisher(directory: Path, part: str, names: list[str], corpus: Path) -> bool:
-    """Link a part of Fisher under the names that LDC uses; return False if the part does not exist."""
+    """Link a part of Fisher into ``corpus`` under LDC's names; return False if the part does not exist."""
     audio, texts = names
     home = directory / (audio if (directory / audio).is_dir() else part)
     if not home.is_dir():
@@ -193,7 +199,10 @@ def _link_fisher(directory: Path, part: str, names: list[str], corpus: Path) -> 
 
 
 def read_an4(directory: Path) -> dict[str, list[dict[str, Any]]]:
-    """Return the records of AN4 by split: ``etc/an4_<split>.transcription`` and ``.fileids``, SPHERE in ``wav``."""
+    """Return the records of AN4 by split.
+
+    A split consists of ``etc/an4_<split>.fileids``, ``etc/an4_<split>.transcription``, and SPHERE files below ``wav``.
+    """
     directory = directory if (directory / "etc").is_dir() or not (directory / "an4").is_dir() else directory / "an4"
     splits = {}
     for split in ("train", "test"):

@@ -1,6 +1,6 @@
-"""Recipes of corpora, run in a separate process, since they may import torch.
+"""Running the recipe of a corpus, in a separate process since recipes may import torch.
 
-Recipes find files, texts and speakers. lhotse downloads a corpus on request.
+A recipe finds the files, texts and speakers of a corpus. On request, lhotse downloads the corpus first.
 """
 
 import importlib.util
@@ -30,9 +30,9 @@ from sharmill.files.disk import stopping_errors
 from sharmill.files.host import new_process
 from sharmill.registry import nearest
 
-# Errors that recipes raise for unexpected files; they have no specific classes for this.
+# Errors that recipes raise for unexpected files; recipes have no more specific classes for this.
 _RECIPE_ERRORS: Final = (AssertionError, OSError, LookupError, ValueError, TypeError, AttributeError, RuntimeError)
-# Timeout in seconds for a server of a corpus that sends no data.
+# Time in seconds after which a download fails if the server sends no data.
 _NETWORK_TIMEOUT: Final = 60.0
 # Name of the file with the warnings of a recipe.
 RECIPE_LOG: Final = "recipe.log"
@@ -45,7 +45,7 @@ class RecipeResult:
     Attributes:
         dataset: name of the dataset in speaker tags.
         defaults: keys and values for records that lack the keys.
-        splits: by split, the file names by the keys of the source that reads the records.
+        splits: for each split, its file names by the source key that each is for, such as ``recordings``.
     """
 
     dataset: str
@@ -64,13 +64,13 @@ def run_recipe(
         directory: folder of the corpus, or folder to download it to.
         options: further arguments of the recipe.
         splits: names or patterns of the wanted splits; empty for all.
-        folder: folder for the manifests of the splits, sorted by path, and for the recipe's warnings in ``RECIPE_LOG``.
-        min_segment: join utterances until they last this many seconds.
+        folder: folder for the manifests of the splits, in which records are sorted by path, and for ``RECIPE_LOG``.
+        min_segment: join utterances until they last this many seconds; None to join none.
         download: download the corpus first, or the missing part of it.
 
     Raises:
-        ConfigError: the folder does not have the form that the recipe expects, a split does not exist, or lhotse cannot
-            download the corpus.
+        ConfigError: the folder does not have the layout that the recipe expects, a split does not exist, or lhotse
+            cannot download the corpus.
         FatalError: the process was killed, or the download failed.
     """
     with new_process("forkserver") as pool:
@@ -88,7 +88,7 @@ def _run_recipe(
     name: str, directory: Path, options: dict[str, Any], splits: tuple[str, ...], folder: Path,
     min_segment: float | None, download: bool,
 ) -> RecipeResult:  # fmt: skip
-    # Forked children of a recipe inherit the header reader that is installed in this process.
+    # Processes that a recipe starts must be forked, to inherit the header reader that is installed in this process.
     multiprocessing.set_start_method("fork", force=True)
     # Recipes warn about files that they leave out; their progress bars are useful only in a terminal.
     logging.basicConfig(filename=folder / RECIPE_LOG, encoding="utf-8", format="%(message)s", force=True)
@@ -128,7 +128,7 @@ def _run_recipe(
 def _call_recipe(
     corpus: Corpus, directory: Path, options: dict[str, Any], scratch: Path, downloads: tuple[str, ...] | None
 ) -> Any:
-    """Return the result of a recipe.
+    """Call a recipe, and return its result.
 
     Args:
         scratch: folder for files that the recipe writes.
@@ -182,7 +182,7 @@ def _find_function(kind: str, recipe: str) -> Callable[..., Any]:
 
 
 def _further_parameters(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
-    """Return the parameters of a recipe's function after the first one, the folder."""
+    """Return the parameters of a recipe's function except the first one, which is the folder."""
     return dict(itertools.islice(inspect.signature(function).parameters.items(), 1, None))
 
 

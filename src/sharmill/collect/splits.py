@@ -15,7 +15,7 @@ from sharmill.errors import ConfigError, refuse
 from sharmill.manifest import write_lines
 from sharmill.sources.stretches import split_runs
 
-# Language names used by lhotse's recipes, and the codes for speaker tags.
+# Names of languages in lhotse's recipes, and their codes in speaker tags.
 _LANGUAGES: Final = {
     "arabic": "ar", "bengali": "bn", "cantonese": "yue", "chinese": "zh", "czech": "cs", "dutch": "nl", "english": "en",
     "french": "fr", "german": "de", "italian": "it", "japanese": "ja", "korean": "ko", "mandarin": "zh", "polish": "pl",
@@ -24,9 +24,10 @@ _LANGUAGES: Final = {
 
 
 def _join_utterances(utterances: list[Any], least: float) -> list[Any]:
-    """Join consecutive utterances of a speaker and channel, including pauses, until they last ``least`` seconds.
+    """Join consecutive utterances of one speaker and channel until they and their pauses last ``least`` seconds.
 
-    Shorter remainders before another speaker, before ``LEFT_OUT`` or at the end are dropped with a warning.
+    A shorter remainder is dropped with a warning, whether it ends before another speaker, before ``LEFT_OUT`` or at the
+    end of the recording.
     """
 
     def turn(utterance: Any) -> tuple[str, str, str, bool]:
@@ -65,9 +66,15 @@ def choose_splits(names: Sequence[str], splits: tuple[str, ...]) -> list[str]:
 
 
 def write_split(part: Any, path: Path, min_segment: float | None) -> dict[str, str]:
-    """Write a split, a list of records or (recordings, supervisions), in an order independent of the file system.
+    """Write the manifests of a split, sorted so that they do not depend on the order of the file system.
 
-    Return the names of the files, by the keys of the source that reads them; none if there are no records.
+    Args:
+        part: list of records, or (recordings, supervisions).
+        path: path of the manifests without a suffix.
+        min_segment: join utterances until they last this many seconds; None to join none.
+
+    Returns:
+        Names of the files by the source key that each is for; empty if there are no records.
     """
     files: dict[str, list[Any]] = {}
     if min_segment is not None and (isinstance(part, list) or part[1] is None or len(part[1]) <= len(part[0])):
@@ -101,7 +108,11 @@ def _paths(recording: Any) -> list[str]:
 
 
 def find_splits(result: Any, name: str = "") -> dict[str, Any]:
-    """Return the splits in the result of a recipe: nested mappings that end in recordings and supervisions."""
+    """Return the splits in the result of a recipe, by name.
+
+    The result is a list of records, or nested mappings that end in recordings and supervisions. A split's name consists
+    of the keys on its way, joined by hyphens.
+    """
     if isinstance(result, list):
         return {name: result}
     if not isinstance(result, dict):

@@ -43,12 +43,13 @@ from sharmill.sources.nemo import skip_mark
 from sharmill.sources.speakers import NO_SPEAKER, SpeakerRule, is_missing, names_no_language
 from sharmill.stages.speaker_key import SpeakerKey, needs_speaker
 
-# Keys that are not copied to ``custom``. CLIPPED_KEYS are among them, because they describe the clipping of an earlier
-# dataset.
+# Keys of a record that are not copied to ``custom``. CLIPPED_KEYS are among them, because they describe clipping in an
+# earlier dataset.
 _NOT_CUSTOM = {*TYPED_KEYS, *OWN_KEYS, *PLACE_KEYS, *CLIPPED_KEYS.values(), SOURCE_CUT_ID, "_skipme"}
-# A fixed limit, because the interpreter's own limit depends on the caller and could differ between executors.
+# Maximum nesting of a record's JSON. The interpreter's own limit depends on the depth of the call stack, which could
+# differ between executors.
 _MAX_DEPTH = 100
-# Longer durations (31 years) are invalid, and must not distort the sums.
+# Longest valid duration or offset (31 years). Longer times are invalid, and would distort the sums.
 MAX_SECONDS = 1e9
 _TYPES: dict[str, tuple[type, ...]] = {
     "audio_filepath": (str,),
@@ -107,9 +108,11 @@ def parse_filters(filters: Mapping[str, str]) -> list[Comparison]:
 
 @dataclass(frozen=True)
 class RecordCheck:
-    """Turns a record of source number ``source`` into an Utterance, or rejects it.
+    """Checks a record of a source, and turns it into an Utterance or rejects it.
 
-    ``speakers`` has the rule for speaker tags of each source.
+    Attributes:
+        speakers: rule for speaker tags of each source.
+        group_key: function that returns the key of a speaker group for the path of the audio and the speaker's name.
     """
 
     config: PrepareConfig
@@ -120,10 +123,15 @@ class RecordCheck:
     group_key: SpeakerKey
 
     def __call__(self, record: dict[str, Any], source: int, member: Member | None = None) -> Utterance:
-        """Return the utterance of a record, whose audio is a file or a member of a container.
+        """Return the utterance of a record.
+
+        Args:
+            record: the decoded record.
+            source: number of the record's source.
+            member: location of the audio in a container; None if the audio is a file.
 
         Raises:
-            RejectRecord: with the first reason found; cheap checks come first.
+            RejectRecord: the record fails a check. Cheap checks come first.
         """
         if mark := skip_mark(record):
             reason = f": {mark[:200]}" if isinstance(mark, str) else ""
@@ -146,7 +154,7 @@ class RecordCheck:
         file = self.roots.obtain(root, path if member is None else member.container, is_container=member is not None)
         with open_recording(file, member, path) as opened:
             info = opened.info
-        # For mono audio, ``channel`` of a record has no special meaning.
+        # A record's ``channel`` selects a channel only if the audio has several.
         own = record.get("channel") if info.channels > 1 else None
         channel = choose_channel(self.sources[source].channel if own is None else own, info.channels)
         offset, duration = map(float, segment_times(record, info, self.config.duration_tolerance))
@@ -176,14 +184,14 @@ class RecordCheck:
         """Return the key of a record's speaker group, without reading its audio.
 
         Raises:
-            RejectRecord: the record has no valid key.
+            RejectRecord: the record is malformed, or its path or speaker yields no key.
         """
         check_fields(record)
         _, path, _ = self._place(record["audio_filepath"], source, member)
         return self.group_key(path, self._tag(record, path, source).speaker)
 
     def _place(self, audio_filepath: str, source: int, member: Member | None) -> tuple[int, str, Member | None]:
-        """Return (root, normalised path, member) of a record's audio; the member's container is normalised too."""
+        """Return the audio root's number, the normalised path below it, and the member with a normalised container."""
         if member is None:
             return *self.roots.place(source, audio_filepath), None
         root, container = self.roots.place(source, member.container)
@@ -210,7 +218,7 @@ class RecordCheck:
 
 
 def segment_times(record: dict[str, Any], info: AudioInfo, tolerance: float) -> tuple[float, float]:
-    """Return offset and duration of a record in seconds; the header provides a missing duration.
+    """Return the offset and duration of a record in seconds. A missing duration is calculated from the audio header.
 
     Raises:
         RejectRecord: ``duration_mismatch`` if a record without offset differs from the duration of its file, or a
@@ -238,13 +246,15 @@ def segment_times(record: dict[str, Any], info: AudioInfo, tolerance: float) -> 
 
 @lru_cache(maxsize=1 << 12)
 def _written(tag: SpeakerTag) -> tuple[str, str | None]:
-    """Return a tag as written in the dataset, and the record's original tag if it differs, otherwise None."""
+    """Return a tag as text for the dataset, and the record's own tag as text if it differs, otherwise None."""
     written = replace(tag, language=nemo_language(tag.language))
     return str(written), None if written == tag else str(tag)
 
 
 def _further_keys(record: dict[str, Any], channel: Channel, no_duration: bool) -> dict[str, Any]:
-    """Return the keys of a record that become ``custom``, with the chosen channel and the note on duration."""
+    """Return the content of ``custom``: a record's further keys, the chosen channel, and a mark for a calculated
+    duration.
+    """
     # Training code reads the language from these keys, so a placeholder must not contradict the tag.
     custom = {
         key: value
@@ -255,7 +265,7 @@ def _further_keys(record: dict[str, Any], channel: Channel, no_duration: bool) -
         # Training code uses normalized_text as the text whenever the key exists.
         custom.pop("normalized_text", None)
     stored = {key: plain_value(value) if isinstance(value, dict) else value for key, value in custom.items()}
-    # Several keys together may also be forbidden.
+    # Keys that are allowed one by one may be forbidden together.
     if forbidden := find_forbidden(stored):
         by_key = ((repr(key[:40]), found) for key, value in stored.items() if (found := find_forbidden(value)))
         subject, forbidden = next(by_key, ("the record", forbidden))
@@ -271,7 +281,8 @@ def parse_record(raw: RawRecord) -> dict[str, Any]:
     """Decode the JSON object of a record.
 
     Raises:
-        RejectRecord: ``malformed``, or the source's reason if it could not read the record.
+        RejectRecord: ``malformed`` if the line is not a valid JSON object, or is too long or nested too deeply; the
+            source's own reason if the source could not read the record.
     """
     if isinstance(raw, UnreadableRecord):
         raise RejectRecord(raw.reason, raw.detail)
@@ -297,7 +308,8 @@ def _is_deeper(value: Any, limit: int) -> bool:
 
 
 def check_fields(record: dict[str, Any]) -> None:
-    """Raise RejectRecord if ``audio_filepath`` is missing, or a key has a value of the wrong type."""
+    """Raise RejectRecord if ``audio_filepath`` is missing, or a key has a value of the wrong type or an invalid time.
+    """
     if "audio_filepath" not in record:
         raise RejectRecord("missing_field", "the record has no audio_filepath")
     for key, types in _TYPES.items():
@@ -316,7 +328,7 @@ def check_fields(record: dict[str, Any]) -> None:
 
 
 def _seconds(record: dict[str, Any], key: str) -> float:
-    """Return a number of the record: 0 if it is missing, infinity if it is too large for a float."""
+    """Return the value of a numeric key: 0 if the key is missing, infinity if the number is too large for a float."""
     try:
         return float(record.get(key) or 0.0)
     except OverflowError:

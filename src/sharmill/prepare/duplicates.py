@@ -1,6 +1,6 @@
 """Detection of duplicates and ambiguous ids in the whole input, and of records that a finished dataset already has.
 
-This uses hashes, with 40 bytes per record of the input and 16 bytes per cut of the dataset.
+Records are compared by hashes, which take 40 bytes per record of the input and 16 bytes per cut of the dataset.
 """
 
 from dataclasses import dataclass
@@ -22,14 +22,15 @@ HASH_FIELDS: Final = np.dtype([("segment", "u8", 2), ("file", "u8"), ("recording
 
 
 def hash_utterance(utterance: Utterance) -> tuple[tuple[int, int], int, int, int]:
-    """Return hashes of the exact segment, of its file and channel, and of both ids: a row of ``HASH_FIELDS``."""
+    """Return a row of ``HASH_FIELDS``: hashes of the segment, its file and channel, its recording id, and its cut id.
+    """
     file = _file_text(utterance)
     segment = xxhash.xxh3_128_intdigest(_segment_text(utterance).encode())
     return (
         (segment >> 64, segment & (1 << 64) - 1),
         hash_text(file),
         hash_text(utterance.recording_id),
-        # A kept id is independent of the file.
+        # An id that is kept from the source must be unique across all files.
         hash_text(f"{'' if SOURCE_CUT_ID in utterance.custom else file}\n{utterance.cut_id}"),
     )
 
@@ -39,10 +40,12 @@ class Ids:
     """The duplicates and ambiguous ids of an input.
 
     Attributes:
-        duplicates: (N,) bool by record number; True if the same segment occurred before.
-        ambiguous: (N,) bool; True if an id of the record also stands for something else.
-        recordings: hashes of recording ids that stand for more than one file.
-        cuts: hashes of cut ids that stand for more than one segment; for ids derived from paths, within one file.
+        duplicates: (N,) bool by record number; True if an earlier record has the same segment.
+        ambiguous: (N,) bool by record number; True if the recording id also names another file, or the cut id another
+            segment.
+        recordings: hashes of recording ids that name more than one file.
+        cuts: hashes of cut ids that name more than one segment. An id derived from a path is hashed together with its
+            file.
     """
 
     duplicates: np.ndarray
@@ -64,9 +67,10 @@ class Ids:
         )
 
     def make_unique(self, utterance: Utterance) -> None:
-        """Give an utterance unique ids.
+        """Make the ids of an utterance unique.
 
-        An ambiguous id gets a suffix derived from the file or segment, so it does not depend on the order of the input.
+        An ambiguous id gets a hash of the file or segment as a suffix, so that it does not depend on the order of the
+        input.
         """
         _, file, recording, cut = hash_utterance(utterance)
         if recording in self.recordings:
@@ -89,7 +93,7 @@ def _segment_text(utterance: Utterance) -> str:
 
 
 def _has_several(keys: np.ndarray, values: np.ndarray) -> np.ndarray:
-    """Mark the entries whose key occurs with more than one value."""
+    """Return an (N,) bool mask of the entries whose key occurs with more than one value."""
     first = find_first(keys)
     several = np.zeros(len(keys), bool)
     several[first[values != values[first]]] = True
@@ -97,7 +101,7 @@ def _has_several(keys: np.ndarray, values: np.ndarray) -> np.ndarray:
 
 
 class KnownRecords:
-    """The cuts of a dataset, by their origin (path, channel, offset, duration) and by their ids.
+    """The records that a dataset already has, by origin (path, channel, offset, duration) and by cut id.
 
     Args:
         directory: a finished dataset written by sharmill.
@@ -110,7 +114,7 @@ class KnownRecords:
     def __init__(self, directory: Path) -> None:
         files = [directory / shard.fields[CUTS].file for shard in ShardedDataset(directory).shards()]
         hashes = (number for file in files for _, one in read_utterances(file) for number in _origin_hashes(one))
-        # The last entry is a sentinel for values beyond all others.
+        # The last entry is a sentinel, which searchsorted finds for hashes greater than all others.
         self._hashes = np.append(np.unique(np.fromiter(hashes, np.uint64)), np.uint64(0))
 
     def __contains__(self, utterance: Utterance) -> bool:

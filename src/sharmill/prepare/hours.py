@@ -1,4 +1,4 @@
-"""Counts of records and hours by dataset, language and speaker, which are the content of ``stats.json``."""
+"""The counts of records and hours in ``stats.json``, by dataset, language and speaker."""
 
 import math
 from collections import Counter
@@ -18,11 +18,11 @@ _DIMENSIONS: Final = ("dataset", "language", "speaker")
 
 
 class HoursTable(msgspec.Struct, forbid_unknown_fields=True):
-    """Counts of records and seconds, and of the origins of speaker tags and durations; tables of parts can be added.
+    """Counts of records and seconds, and of the origins of speaker tags and durations, for one or several parts.
 
     Attributes:
-        sums: by dimension and value: records in, records out, seconds in, seconds out; for origins, only a number of
-            records.
+        sums: by dimension and value, a list of records in, records out, seconds in, and seconds out; for origins and
+            notes, a list of one count.
     """
 
     sums: dict[str, dict[str, list[float]]] = {}
@@ -36,7 +36,7 @@ class HoursTable(msgspec.Struct, forbid_unknown_fields=True):
         self._count(utterance.speaker, 1, 1, utterance.segment.duration, utterance.segment.duration)
 
     def count_rejected(self, record: Any) -> None:
-        """Count a rejected record, which is a mapping or the text of an invalid line."""
+        """Count a rejected record, which is a mapping, or the text of a line that cannot be decoded."""
         found = record if isinstance(record, dict) else {}
         duration, speaker = found.get("duration"), found.get("speaker")
         if isinstance(duration, bool) or not isinstance(duration, (int, float)) or not 0 < duration <= MAX_SECONDS:
@@ -49,7 +49,7 @@ class HoursTable(msgspec.Struct, forbid_unknown_fields=True):
             self._add("noted", note, count)
 
     def move_to_rejected(self, utterance: Utterance) -> None:
-        """Count a kept record as rejected, because it is a duplicate."""
+        """Count a kept record as rejected instead: it is a duplicate, or already in the dataset that is appended to."""
         self._count(utterance.speaker, 0, -1, 0.0, -utterance.segment.duration)
 
     def add(self, other: "HoursTable") -> None:
@@ -58,7 +58,7 @@ class HoursTable(msgspec.Struct, forbid_unknown_fields=True):
                 self._add(dimension, value, *numbers)
 
     def doubts(self, num_recordings: int) -> list[str]:
-        """Return a warning about a speaker with a suspiciously large share of the kept records, if there is one."""
+        """Return a list with a warning if one speaker has a suspiciously large share of the kept records."""
         kept = Counter({name: int(row[1]) for name, row in self.sums.get("speaker", {}).items()})
         total = kept.total()
         return [

@@ -82,7 +82,7 @@ class PrepareStage(Stage):
         return max(1, math.ceil(num_records / run.settings.unit_records))
 
     def open(self, run: StageRun, device: str) -> Processor:
-        # A dataset without contexts may still be ordered by speaker.
+        # ``speaker_key`` applies only to contexts, but a dataset without contexts may still be ordered by speaker.
         key = make_speaker_key(run.config.speaker_key if run.config.has_contexts else "speaker")
         return PrepareProcessor(make_check(run.config), key)
 
@@ -125,7 +125,7 @@ class PrepareStage(Stage):
         append_to = run.config.append_to
         known = KnownRecords(Path(append_to)) if append_to is not None else None
         done = MergeResult(np.ones(len(hashes), bool), len(np.unique(hashes["file"])))
-        # Appending is safe: when a stage is finalized again, the rejects of its units are first merged again.
+        # Appending is safe: if the stage is finalized again, the file is first rewritten from the rejects of its units.
         with (
             open_atomic(manifest) as stream,
             open_stored(run.dir.rejects, append=True) as rejects,
@@ -190,7 +190,7 @@ def pieces_of(config: Config) -> Iterator[tuple[int, Piece]]:
 
 
 def make_check(config: Config) -> RecordCheck:
-    """Build the checks of a record from the configuration."""
+    """Return the checks that a configuration requires of every record."""
     prepare = config.section(PrepareConfig)
     return RecordCheck(
         config=prepare,
@@ -216,7 +216,8 @@ class PrepareInput:
     def check(self) -> None:
         _require_sources(self.sources)
         for source in self.sources:
-            # The source comes first, since its messages name its own keys, one of which may set audio_root.
+            # Check the source before its audio root: its messages name its own keys, one of which may determine the
+            # audio root.
             source.check()
             AudioRoots.of([source.audio_root]).check()
             source.check_keys()
@@ -227,7 +228,7 @@ class PrepareInput:
 
 @dataclass(frozen=True)
 class PrepareProcessor(Processor):
-    """The checks of the records of pieces, in one rank."""
+    """Reads and checks the records of units, in one rank."""
 
     check: RecordCheck
     speaker_key: SpeakerKey
@@ -267,7 +268,7 @@ class PrepareProcessor(Processor):
         )
 
     def _outcome(self, source: int, line: RawRecord) -> tuple[Mapping[str, int], Any, Utterance | RejectRecord]:
-        """Return the notes of a record, the record or its text, and the outcome of the checks."""
+        """Return the notes of a record; the record, or its text if decoding fails; and its utterance or reject."""
         record: Any = record_text(line).decode("utf-8", "replace")
         try:
             record = parse_record(line)

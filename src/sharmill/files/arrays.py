@@ -37,7 +37,7 @@ def load_array_and_rest(path: Path) -> tuple[np.ndarray, bytes]:
 
 
 def map_stored_array(path: Path) -> np.ndarray:
-    """Map an array in a file of a run directory into memory, so that bytes are read when they are used.
+    """Map an array in a file of a run directory into memory, so that its bytes are read only when they are used.
 
     Raises:
         ConfigError: the content is not an array of numbers.
@@ -62,13 +62,13 @@ def save_array(path: Path, array: np.ndarray, rest: bytes = b"") -> None:
 
 
 def publish_array(path: Path, dtype: np.dtype, shape: tuple[int, ...], parts: Iterable[np.ndarray]) -> None:
-    """Publish an ``.npy`` file whose content comes in parts; see ``write_array``."""
+    """Publish an array as an ``.npy`` file; ``parts`` are consecutive parts of the array."""
     with open_atomic(path) as stream:
         write_array(stream, dtype, shape, parts)
 
 
 def write_array(stream: BinaryIO, dtype: np.dtype, shape: tuple[int, ...], parts: Iterable[np.ndarray]) -> None:
-    """Write an ``.npy`` file whose content comes in parts."""
+    """Write an array to a stream in the ``.npy`` format; ``parts`` are consecutive parts of the array."""
     header = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": shape}
     np.lib.format.write_array_header_1_0(stream, header)
     for part in parts:

@@ -16,7 +16,8 @@ from uuid import uuid4
 from sharmill.errors import ConfigError
 from sharmill.files.disk import stopping_errors
 
-# Errors of creating a hard link: another file system, no support for links, another user's file, or too many links.
+# Errors for a hard link that cannot be created: it would lead to another file system, links are not supported, the file
+# belongs to another user, or it has too many links.
 NO_LINKS = frozenset({errno.EXDEV, errno.EPERM, errno.EACCES, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK})
 # Pattern of the names that ``temp_path`` returns.
 _TEMP_NAME = re.compile(r"\.(.+)\.[0-9a-f]{32}\.tmp")
@@ -34,7 +35,8 @@ def fsync(path: Path) -> None:
 def open_new(path: Path) -> BinaryIO:
     """Open a new file for writing under a name that only this process writes to.
 
-    An existing file is removed first, because it may be a link, or a hard link to another file.
+    An existing file is removed first, because it may be a symbolic link, or share its content with another file through
+    a hard link.
     """
     try:
         return path.open("xb")
@@ -44,7 +46,7 @@ def open_new(path: Path) -> BinaryIO:
 
 
 def write_new(path: Path, data: bytes) -> None:
-    """Write a new file that is opened by ``open_new``."""
+    """Write ``data`` to a new file; see ``open_new``."""
     with open_new(path) as stream:
         stream.write(data)
 
@@ -58,7 +60,7 @@ def temp_path(path: Path) -> Path:
 def open_atomic(path: Path, *, parents: bool = True) -> Iterator[BinaryIO]:
     """Open a temporary file for writing, and publish it as ``path`` if no error is raised.
 
-    ``parents`` creates the folder if it is missing.
+    With ``parents``, the folder of ``path`` is created if it is missing.
     """
     with stopping_errors(path):
         if parents:
@@ -76,7 +78,7 @@ def open_atomic(path: Path, *, parents: bool = True) -> Iterator[BinaryIO]:
 
 
 def write_atomic(path: Path, data: bytes, *, parents: bool = True) -> None:
-    """Publish ``data`` as ``path``."""
+    """Publish a file with the content ``data``; see ``open_atomic``."""
     with open_atomic(path, parents=parents) as stream:
         stream.write(data)
 
@@ -130,7 +132,7 @@ def require_writable(directory: Path) -> None:
 
 
 def remove(*paths: Path) -> None:
-    """Remove files and directories with their content durably, if they exist. The targets of links are kept."""
+    """Durably remove files, and folders with their content, if they exist. Targets of links are not removed."""
     for path in paths:
         with stopping_errors(path):
             if path.is_dir() and not path.is_symlink():
@@ -160,7 +162,7 @@ def remove_at_once(folder: Path) -> None:
         with suppress(FileNotFoundError):
             folder.rename(temp)
             fsync(folder.parent)
-        # Another process may be creating a file in the folder at this moment.
+        # Try again, since another process may still be creating files in the folder.
         for _ in range(10):
             shutil.rmtree(temp, ignore_errors=True)
             if not temp.exists():
@@ -173,8 +175,8 @@ def remove_at_once(folder: Path) -> None:
 def remove_temp_files(folder: Path, names: Container[str] | None = None) -> None:
     """Remove temporary files of killed processes from a folder (not recursively).
 
-    Call this only in the process that publishes files there; if others publish there too, pass the ``names`` of its own
-    files.
+    Only a process that publishes files in the folder may call this. If other processes publish there too, it must pass
+    the ``names`` of its own files.
     """
     for path in folder.glob(".*.tmp"):
         match = _TEMP_NAME.fullmatch(path.name)

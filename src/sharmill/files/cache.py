@@ -1,8 +1,8 @@
 """Copies of files behind URLs, in a folder of limited size.
 
-The processes of a node share a ``Cache``. A marker file identifies its folder, and only files with the cache's naming
-pattern are counted and removed. A copy is written to a temporary file and renamed. A kernel lock on the copy, which is
-released when its process ends, shows that it is in use:
+The processes of a node share the folder of a ``Cache``. A marker file identifies the folder, and only files with the
+cache's naming pattern are counted and removed. A copy is written to a temporary file, which is then renamed. A process
+that uses a copy holds a kernel lock on it, which ends with the process:
 
 - A process removes a copy only while it holds the exclusive lock of the very file that has this name.
 - A process replaces a copy only while it holds the lock of the folder, and the shared lock of the previous copy.
@@ -40,7 +40,7 @@ from sharmill.files.stored import NOT_JSON, open_stored
 from sharmill.files.trust import require_trusted_owner
 
 _SECONDS_OF_USE: Final = 60.0
-# Small unlocked files may take this long to be written on a busy disk.
+# Age in seconds above which a small unlocked file counts as a leftover, since writing it may take long on a busy disk.
 _SECONDS_TO_WRITE: Final = 3600.0
 # Each process scans the cache after fetching this share of the limit. It then evicts down to the kept share, to leave
 # room for other processes.
@@ -72,7 +72,8 @@ class Cache:
     Args:
         folder: folder of the copies; created if it is missing.
         max_bytes: limit for all copies together.
-        scope: run directory, or empty. Within a scope, the first copy of a URL without a checksum is used for the URL.
+        scope: run directory, or empty. Within a scope, a URL without a checksum is fetched once, and its copy is used
+            from then on.
         origins: further URLs whose hosts a redirect may lead to.
         is_of_run: True if the folder is inside a run directory and must not be a link. The user may make any other
             cache folder a link.
@@ -93,13 +94,13 @@ class Cache:
 
     @classmethod
     def of_run(cls, run_dir: str, cache_dir: str | None, gib: float) -> Cache:
-        """Return the cache of a run: in ``cache_dir`` if it is set, shared by runs, or in the run directory."""
+        """Return the cache of a run: in ``cache_dir``, which runs may share, or in the run directory if it is None."""
         if cache_dir is None:
             return replace(cls.at(Path(run_dir) / "copies", gib), is_of_run=True)
         return cls.at(cache_dir, gib, scope=os.path.realpath(run_dir))
 
     def get(self, url: str, xxh3: str = "", max_bytes: float = math.inf) -> Copy:
-        """Return the copy of a URL, fetching it first if there is none.
+        """Return the copy of the file behind a URL; fetch the file first if there is no copy.
 
         Args:
             url: URL with one of the schemes that ``check_url`` allows.
@@ -124,7 +125,7 @@ class Cache:
                 _lock(lock, fcntl.LOCK_EX)
                 try:
                     copy = None
-                    # If something other than a file is in its place, the file is fetched again.
+                    # Fetch the file again if its copy is missing or is not a regular file.
                     with suppress(FileNotFoundError, ConfigError):
                         copy = _hold(path, open_stored(path))
                     if copy and os.fstat(copy.stream.fileno()).st_size == _read_version(path).size:
@@ -138,7 +139,7 @@ class Cache:
                     _lock(lock, fcntl.LOCK_UN)
 
     def refresh(self, url: str) -> Version:
-        """Return the version of a remote file, and have a copy of another version fetched again.
+        """Return the server's version of a file; if the copy has another version, the next ``get`` replaces the copy.
 
         Raises:
             RejectRecord, OSError, ConfigError: as ``request``.
@@ -157,7 +158,7 @@ class Cache:
         require_trusted_owner(self.folder.parent, [path.parent], may_be_link=may_be_link)
 
     def _make_folder(self, folder: Path) -> None:
-        """Create a folder for copies; raise ConfigError if the cache folder contains files of something else."""
+        """Create a folder for copies; raise ConfigError if the cache folder has files but no marker of a cache."""
         marker = self.folder / _MARKER
         refuse((str(folder).startswith("~"), f"{self.folder} has no home folder; set HOME or cache_dir"))
         if not marker.is_file():
@@ -177,11 +178,11 @@ class Cache:
         _unswept.setdefault(self.folder, self.max_bytes)
 
     def ask(self, url: str, call: Callable[[Client], Any]) -> Any:
-        """Return the result of a call of the URL's client, as ``request`` does."""
+        """Return the result of ``call`` with the client for a URL; see ``request``."""
         return request(url, call, self.origins)
 
     def path_of(self, url: str, xxh3: str = "") -> Path:
-        """Return the path of the copy of a URL, which may not exist."""
+        """Return the path of a URL's copy, which may not exist."""
         name = xxhash.xxh3_128_hexdigest(f"{url}\n{xxh3 or self.scope}".encode())
         extensions = re.search(rf"{_EXTENSIONS}\Z", url)
         return self.folder / name[:3] / f"{name}{extensions[0] if extensions else ''}"
@@ -191,7 +192,7 @@ class Cache:
         stream = temp.open("x+b")
         try:
             _lock(stream, fcntl.LOCK_SH)
-            # The source may require credentials, so the copy is readable only for users with access to the folder.
+            # The source may require credentials, so only users who can write to the folder may read the copy.
             os.fchmod(stream.fileno(), 0o660 if path.parent.stat().st_mode & stat.S_IWGRP else 0o600)
 
             def download(client: Client) -> Version:
@@ -202,8 +203,8 @@ class Cache:
             try:
                 version: Version = self.ask(url, download)
             except TooLarge as reject:
-                # The cache limit of this machine must not decide which records a dataset contains, so exceeding it is
-                # an error.
+                # The cache limit of this machine must not decide which records a dataset contains. Exceeding it is
+                # therefore an error rather than a reject.
                 if self.max_bytes < max_bytes:
                     size = max(self.max_bytes, self.ask(url, lambda client: client.version(url)).size)
                     raise ConfigError(
@@ -322,7 +323,7 @@ def _evict(path: Path) -> bool:
             os.fdopen(os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK), "r+b") as stream,
         ):
             fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # Another file may have replaced it before it was locked.
+            # Another file may have replaced this one before it was locked.
             if os.path.samestat(os.fstat(stream.fileno()), path.lstat()):
                 _version_path(path).unlink(missing_ok=True)
                 path.unlink()

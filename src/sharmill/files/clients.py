@@ -1,6 +1,6 @@
 """Clients for web servers (https), for S3 (s3) and Google Cloud Storage (gs) through fsspec, and for AIStore (ais).
 
-A client raises a ``PassingError``, or errors of its library, which ``sharmill.files.remote`` translates.
+Clients raise a ``PassingError`` for a transient error. ``sharmill.files.remote`` translates errors of their libraries.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ class Client(ABC):
 
     @abstractmethod
     def read(self, url: str, start: int, stop: int) -> bytes:
-        """Return the bytes of a file from ``start`` to before ``stop``."""
+        """Return bytes ``start`` (inclusive) to ``stop`` (exclusive) of a file."""
 
     @abstractmethod
     def download(self, url: str, stream: BinaryIO, path: Path, max_bytes: float) -> Version:
-        """Write a file into ``stream``, which is the open file ``path``, and return its version."""
+        """Write a remote file into ``stream``, which is the open local file ``path``; return the file's version."""
 
 
 class PassingError(Exception):
@@ -99,7 +99,7 @@ class WebClient(Client):
             return response
         response.close()
         answer = f"{url}: {code} {response.reason}"
-        if code in (429, 503):  # the server is busy, whatever the request
+        if code in (429, 503):  # the server is busy, whichever file is requested
             raise PassingError(ConnectionError(answer))
         reject = RejectRecord("missing_audio", answer)
         raise PassingError(reject) if code >= 500 or code == 408 else reject
@@ -133,18 +133,18 @@ def _version_of(response: requests.Response) -> Version:
 
 
 def _copy(answer: BaseHTTPResponse, stream: BinaryIO, pace: AnswerPace) -> None:
-    """Write the body of a response into a stream, as stored on the server, which may be compressed."""
-    # Read bytes as they arrive, since a whole block would be kept in memory.
+    """Write the body of a response into a stream, without unpacking it if the server stores it compressed."""
+    # Write bytes as they arrive, instead of collecting a whole block in memory.
     while block := answer.read1(_BLOCK_BYTES, decode_content=False):
         pace.relative_update(len(block))
         stream.write(block)
 
 
 def _read_part(answer: BaseHTTPResponse, url: str, start: int, stop: int) -> bytes:
-    """Return the bytes from ``start`` to before ``stop`` from a response with this range or the whole file."""
+    """Return bytes ``start`` (inclusive) to ``stop`` (exclusive), from a response with this range or the whole file."""
     part = [int(number) for number in re.findall(r"\d{1,18}", answer.headers.get("Content-Range", ""))]
     end = min([stop, *part[2:]]) - 1
-    # The total length may be unknown.
+    # If the total length is unknown, the range may be shorter, because the file may end there.
     is_whole = part[1:2] == [end] or (len(part) == 2 and part[1] < end)
     if answer.status == 206 and not (part[:1] == [start] and is_whole):
         raise RejectRecord(
@@ -156,7 +156,7 @@ def _read_part(answer: BaseHTTPResponse, url: str, start: int, stop: int) -> byt
 
 @cache
 def _session(process: int) -> requests.Session:
-    """Return the session of a process, which reuses connections and the user's proxies and ``~/.netrc``."""
+    """Return the session of a process, which reuses connections, and uses the user's proxies and ``~/.netrc``."""
     import requests
 
     session = requests.Session()
@@ -183,7 +183,7 @@ class StoreClient(Client):
 
     @abstractmethod
     def _copy(self, url: str, stream: BinaryIO, path: Path, max_bytes: float) -> None:
-        """Write a file into ``stream``, which is the open file ``path``, unless it is too large."""
+        """Write a remote file into ``stream``, which is the open local file ``path``, unless it is too large."""
 
     def download(self, url: str, stream: BinaryIO, path: Path, max_bytes: float) -> Version:
         """Write a file into a stream as in ``Client``; a truncated or changed file raises a PassingError."""
@@ -209,7 +209,7 @@ class BucketClient(StoreClient):
         scheme = urlsplit(url).scheme
         options = {"config_kwargs": {"connect_timeout": _CONNECT_SECONDS, "retries": {"max_attempts": 0}}}
         files = fsspec.filesystem(scheme, use_listings_cache=False, **(options if scheme == "s3" else {}))
-        files.retries = 1  # this module retries itself
+        files.retries = 1  # ``request`` retries instead
         if url != f"{scheme}://{'/'.join(files.split_path(url)[:2])}":
             raise RejectRecord(
                 "missing_audio",
@@ -218,7 +218,7 @@ class BucketClient(StoreClient):
         return files
 
     def _wait(self, pace: AnswerPace, files: Any, name: str, *args: Any, **options: Any) -> Any:
-        """Return the result of an fsspec method, which must keep the pace."""
+        """Return the result of an fsspec method; raise TimeoutError if it is too slow for ``pace``."""
         from fsspec.asyn import sync
 
         return sync(files.loop, run_in_time, pace, getattr(files, name)(*args, **options))

@@ -1,6 +1,6 @@
 """Disk errors, translated into errors that name a remedy.
 
-Only writing raises ``WRITE_ERRNOS``. If a stage reads and writes, other errors may concern a single input file.
+Only writing raises ``WRITE_ERRNOS``. In a stage that reads and writes, any other error may concern just one input file.
 """
 
 import errno
@@ -15,9 +15,9 @@ from sharmill.errors import DeviceError, FatalError
 # Errors that would also occur in the next unit.
 STOPPING_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO})
 WRITE_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS})
-# On NFS, another node has replaced the file, or the folder contains a removed file that is still open.
+# Errors on NFS after another node replaced the file, or for a folder that contains a removed file that is still open.
 _MOVING_ERRNOS = frozenset({errno.ESTALE, errno.EBUSY, errno.ENOTEMPTY})
-# A file in place of a folder, a folder in place of a file, or a link or FIFO in place of either.
+# Errors for a file in place of a folder, a folder in place of a file, or a link or FIFO in place of either.
 _IN_THE_WAY: Final = frozenset({errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENXIO})
 _REMEDIES: Final = {
     **dict.fromkeys(_MOVING_ERRNOS, "another process changed it at the same time;"),
@@ -51,10 +51,10 @@ def stopping_errors(path: Path, errnos: frozenset[int] = STOPPING_ERRNOS, *, hos
 
 @contextmanager
 def disk_errors(folder: Path, if_missing: str = RESTART_STAGE) -> Iterator[None]:
-    """Turn disk errors of reading and writing into a FatalError; used around a whole command.
+    """Turn disk errors from reading and writing into a FatalError; wraps a whole command.
 
     Args:
-        folder: named in the message if the error names no file.
+        folder: folder that the message names if the error names no file.
         if_missing: remedy for a missing file.
     """
     try:

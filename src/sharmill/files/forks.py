@@ -1,8 +1,8 @@
 """Processes that are forked from a private multiprocessing forkserver.
 
-``multiprocessing`` has one forkserver per process, which belongs to the program that runs sharmill, because its other
-children depend on it. Supervisors and ranks need servers of their own, which preload the modules of their children and
-end with the process that started them.
+``multiprocessing`` has one forkserver per process. It belongs to the program that runs sharmill, since that program's
+other children depend on it. Supervisors and ranks need servers of their own, which preload the modules of their
+children and end with the process that started them.
 """
 
 import io
@@ -64,9 +64,9 @@ class ForkServer(_ForkServer):
     """A server process that imports ``modules`` once for all processes forked from it.
 
     Args:
-        log: file to which the output of all of them is appended; by default, they print where this process prints.
-        environment: additional environment variables for them.
-        runs_main: True if they import the main module of this process, which may define their functions.
+        log: file to which the server and its processes append their output; None to print where this process prints.
+        environment: additional environment variables for the server and its processes.
+        runs_main: True if the forked processes import this process's main module, which may define their functions.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class ForkedProcess(popen_forkserver.Popen):
 
     def __init__(self, server: ForkServer, target: Callable[..., object], arguments: Sequence[Any], name: str) -> None:
         self._server = server
-        # This comes first, because a process inherits the folder of its parent when it is created.
+        # Create the folder first: when a process object is created, it inherits its parent's folder.
         _make_socket_folder()
         super().__init__(ForkServerProcess(target=target, args=arguments, name=name))
 

@@ -18,7 +18,7 @@ from typing import Any, Final, Self
 
 import msgspec
 
-# Prefix of the number of the job that a process belongs to.
+# Text before the number of a SLURM job in ``Process.job``.
 SLURM_JOB: Final = "SLURM job "
 _own_cores: int | None = None
 _PR_SET_PDEATHSIG: Final = 1
@@ -36,7 +36,7 @@ def limit_cores(number: int) -> None:
 
 
 def usable_cores(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int:
-    """Return the number of cores that this process may use: by affinity, cgroup quotas, and its own limit."""
+    """Return the number of cores that this process may use, by affinity, cgroup quotas and ``limit_cores``."""
     limits = group_limits("cpu", ["cpu.cfs_quota_us", "cpu.cfs_period_us"], ["cpu.max"], proc, cgroups)
     most = min([len(os.sched_getaffinity(0)), *(quota / period for quota, period in limits if quota > 0)])
     return max(1, int(most if _own_cores is None else min(most, _own_cores)))
@@ -94,7 +94,7 @@ def is_gone(pid: int, started: int | None = None) -> bool:
             os.kill(pid, 0)
         state, found = state_and_start(pid)
     except (ProcessLookupError, OverflowError):
-        return True  # or the number is out of range
+        return True  # it does not exist, or the number is out of range
     except OSError:
         return False  # hidden from this user, or just ended; the next check will show
     return started is not None and (state in "ZX" or found != started)
@@ -103,8 +103,8 @@ def is_gone(pid: int, started: int | None = None) -> bool:
 class Process(msgspec.Struct, kw_only=True):
     """A process, as recorded in a file for other processes.
 
-    ``kernel`` identifies where ``pid`` is valid, and ``process_started`` distinguishes it from a later process with the
-    same number.
+    ``kernel`` identifies the kernel under which ``pid`` is valid, and ``process_started`` distinguishes the process
+    from a later one with the same number.
     """
 
     host: str = "an unknown host"
@@ -224,7 +224,7 @@ def describe_exit(exitcode: int | None) -> str:
 
 
 class Terminated(KeyboardInterrupt):
-    """The end of a process by SIGTERM: preemption, the end of its job, or a cancelled run.
+    """Raised when SIGTERM ends this process: after preemption, at the end of its job, or in a cancelled run.
 
     As with Ctrl-C, this does not count as a failed attempt at a unit.
     """
@@ -267,7 +267,7 @@ def ended_by_sigterm() -> Iterator[None]:
     """
 
     def end(number: int, frame: FrameType | None) -> None:
-        # The cleanup must not be interrupted.
+        # A second signal must not interrupt the cleanup.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         raise Terminated
 

@@ -106,7 +106,7 @@ class RemoteLocation:
             return self.cache.ask(self.url, lambda client: client.read(self.url, 0, size))
 
     def version(self) -> Version:
-        """Return the server's current version; a copy of another version is fetched again."""
+        """Return the server's current version. If the copy has another version, the next access fetches it again."""
         with self._raise_os_errors():
             return self.cache.refresh(self.url)
 
@@ -137,7 +137,7 @@ def is_remote(location: Location) -> bool:
 
 
 def local(location: Location) -> Path:
-    """Return a local path of a file; a copy is not evicted as long as this path object exists.
+    """Return a local path of a file; a copy is not evicted as long as the returned path object exists.
 
     Raises:
         RejectRecord: as ``Cache.get``.
@@ -151,7 +151,7 @@ def fetch(location: Location) -> Path:
 
 
 def open_location(location: str | Location, *, buffering: int = -1) -> BinaryIO:
-    """Open a regular file, or the copy of a file behind a URL, for reading, as ``open_regular``."""
+    """Open a regular file, or the copy of a file behind a URL, for reading; see ``open_regular``."""
     path = location.fetch() if isinstance(location, RemoteLocation) else location
     return open_regular(path, buffering=buffering)
 
@@ -167,7 +167,7 @@ def read_head_of(location: Location, size: int) -> bytes:
 def tell_version(location: Location) -> list[Any]:
     """Return JSON values that identify the version of a file: its size and, behind a URL, the server's version tag.
 
-    A copy of another version is fetched again.
+    If the copy of a file behind a URL has another version, the next access fetches the file again.
 
     Raises:
         FileNotFoundError: the file does not exist, or its name is too long.
@@ -186,7 +186,7 @@ def tell_version(location: Location) -> list[Any]:
 
 
 def with_content(location: Location, xxh3: str, max_bytes: float) -> Location:
-    """Return a location that, if it is behind a URL, refuses content with another checksum or more bytes."""
+    """Return a location that, behind a URL, accepts only content with this checksum and at most ``max_bytes`` bytes."""
     return replace(location, xxh3=xxh3, max_bytes=max_bytes) if isinstance(location, RemoteLocation) else location
 
 

@@ -10,8 +10,8 @@ touches its file: they watch the file's time for a whole lease, by their own clo
 wrong clock therefore never breaks the lock of a live process. ``flock`` is not used, because on some file systems it is
 missing or works on one node only.
 
-The leases of the library filelock can be taken over only if two names can be exchanged, which Lustre and NFS do not
-support.
+The library filelock is not used either: taking over one of its leases requires exchanging two names atomically, which
+Lustre and NFS do not support.
 """
 
 import logging
@@ -44,7 +44,8 @@ LEASE_SECONDS = 120.0
 # A record with a longer or invalid lease is not ours; it is treated like a torn record.
 _MAX_LEASE_SECONDS = 3600.0
 _POLL_SECONDS = 0.25
-# Short, because an interrupted command must end within five seconds, including its ranks.
+# Time to wait for the lock after an error. It is short, because an interrupted command and its ranks must end within
+# five seconds.
 _SECONDS_AFTER_ERROR = 1.0
 
 
@@ -81,7 +82,7 @@ def _read_owners(lock: Path, lease_seconds: float) -> dict[Path, tuple[LockOwner
         raise _foreign(lock) from error
     for file in files:
         try:
-            # Opening the file also makes NFS ask the server for its time.
+            # Opening the file also makes NFS ask the server for the file's modification time.
             with open_regular(file, follow_links=False) as stream:
                 touched, data = os.fstat(stream.fileno()).st_mtime_ns, stream.read(1 << 16)
             owner = msgspec.json.decode(data, type=LockOwner)
@@ -137,8 +138,8 @@ class FolderLock:
 
     def _take(self, seconds: float, *, outwaits_silent: bool = True) -> None:
         self._file = self.path / f"owner-{uuid4().hex}.json"
-        # For each other record: time of its last touch, local time when that was first seen, and if the owner is known
-        # to be alive.
+        # For the record of each owner: the time of its last touch, the local time when this process first saw that
+        # touch, and True if the owner is known to be alive.
         self._seen: dict[Path, tuple[int, float, bool]] = {}
         self._leave = threading.Event()
         self._toucher = threading.Thread(target=self._keep_touching, name="sharmill-lock", daemon=True)
@@ -189,7 +190,7 @@ class FolderLock:
 
         Args:
             seconds: time to wait for a process that is known to be alive.
-            outwaits_silent: wait for other processes until their lease expires, if that takes longer.
+            outwaits_silent: wait for other processes until their leases expire, even if that takes longer.
         """
         began, is_said = time.monotonic(), False
         while True:
@@ -211,7 +212,7 @@ class FolderLock:
             time.sleep(_POLL_SECONDS * random.uniform(0.5, 1.5))
 
     def _find_others(self) -> dict[Path, tuple[LockOwner, bool]]:
-        """Return the records of other live processes, and if each is known to be alive; remove records of dead ones.
+        """Return (owner, True if known to be alive) by record for other live owners; remove the records of dead ones.
 
         A process of another kernel is considered dead if its file was not touched during its lease.
         """
@@ -240,7 +241,7 @@ class FolderLock:
         since = datetime.fromtimestamp(time.time(), UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
         record = msgspec.json.encode(LockOwner.this(since=since, lease_seconds=self._lease_seconds))
         try:
-            # Everyone who may write to the folder may remove a dead owner's file, regardless of this process's umask.
+            # Let everyone who may write to the folder remove a dead owner's file, regardless of this process's umask.
             with suppress(FileExistsError):
                 self.path.mkdir()
                 self.path.chmod(mode & 0o777)
@@ -258,7 +259,7 @@ class FolderLock:
         return False
 
     def _keep_touching(self) -> None:
-        # At least six times per lease, and at least every five seconds for ``must_end``.
+        # Touch the file at least six times per lease, and at least every five seconds so that ``must_end`` is checked.
         while not self._leave.wait(min(5.0, self._lease_seconds / 6)):
             try:
                 os.utime(self._file, follow_symlinks=False)

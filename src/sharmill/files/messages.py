@@ -25,12 +25,12 @@ import numpy as np
 # Messages up to this size in bytes are sent through the pipe itself.
 _MOST_IN_PIPE: Final = 4096
 _MOST_IN_MEMORY: Final = 64 << 20
-# Limits on the number and size of files that are reused; larger messages go to the disk. Sizes of reused files are
-# multiples of the step.
+# Limits on the number of reused files and on the size of each; larger messages go to the disk. Sizes of reused files
+# are multiples of the step.
 _MOST_FILES: Final = 32
 _MOST_KEPT: Final = 16 << 20
 _KEPT_STEP: Final = 1 << 20
-# Arrays start at multiples of this, so that all elements are aligned.
+# Arrays start at multiples of this number of bytes, so that all elements are aligned.
 _ALIGNMENT: Final = 64
 # Number that marks a file that is not reused.
 _NOT_REUSED: Final = -1
@@ -55,7 +55,8 @@ class PipeEnd:
 
     def __init__(self, pipe: Connection, in_use: memoryview) -> None:
         self.pipe = pipe
-        # A second descriptor, so that files can be sent and received regardless of what else this process opens.
+        # A second descriptor of the pipe, for sending and receiving files. It is opened now, in case this process has
+        # too many open files later.
         self._socket = socket.socket(fileno=os.dup(pipe.fileno()))
         self._in_use = in_use
         self._written: list[tuple[int, int]] = []
@@ -74,7 +75,7 @@ class PipeEnd:
         """Send an object.
 
         Args:
-            keep: store its arrays in a reusable file; only one end may do so.
+            keep: store the object's arrays in a reusable file; only one end may do so.
             wait: called repeatedly while too many files are in transit to processes of this user.
 
         Raises:
@@ -143,14 +144,15 @@ class PipeEnd:
         return self._written[number][0], number, is_new
 
     def _forget_file(self, number: int) -> None:
-        """Have the next use of this number create a new file, since the other end may not have the present one."""
+        """Have the next use of this number create a new file, since the other end may not have the current one."""
         self._written[number] = self._written[number][0], 0
         self._in_use[number] = 0
 
     def _map_file(self) -> "ctypes.Array[ctypes.c_ubyte]":
         """Return the mapped content of a file that is being received.
 
-        The mapping needs no open descriptor, of which there would otherwise be too many.
+        The descriptor is closed after the mapping, because a process may have too many mapped files to keep all of them
+        open.
         """
         try:
             (file,) = reduction.recvfds(self._socket, 1)
@@ -173,7 +175,7 @@ class PipeEnd:
                 reduction.sendfds(self._socket, [file])
                 return
             except OSError as error:
-                # The limit of files in transit to processes of this user is reached.
+                # The limit on files in transit to processes of this user is reached; any other error is raised.
                 if error.errno != errno.ETOOMANYREFS:
                     raise
                 wait()
@@ -197,7 +199,7 @@ class RemoteTraceback(Exception):
 
 
 def portable(error: Exception) -> tuple[Exception, str]:
-    """Return a picklable exception, which is ``error`` itself if possible, and its traceback."""
+    """Return a picklable exception, which is ``error`` itself if possible, and the traceback of ``error``."""
     trace = "\n" + "".join(traceback.format_exception(error))
     try:
         pickle.loads(pickle.dumps(error))

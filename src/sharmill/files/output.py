@@ -19,7 +19,7 @@ def redirect_output(path: Path) -> None:
     log = open_log(path)
     os.dup2(log.fileno(), 1)
     os.dup2(log.fileno(), 2)
-    # A killed process does not flush, but its last output is the most important.
+    # Flush after every line: a killed process cannot flush, and its last output is the most important.
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     # Pass the log itself, since a C library may redirect standard error temporarily.
     faulthandler.enable(log)

@@ -29,7 +29,7 @@ class TooLarge(RejectRecord):
 
 
 def check_size(url: str, num_bytes: int, max_bytes: float) -> None:
-    """Raise TooLarge if a file has too many bytes."""
+    """Raise TooLarge if a file has more than ``max_bytes``."""
     if num_bytes > max_bytes:
         raise TooLarge("unreadable_audio", f"{url} has more than {max_bytes:,} bytes")
 
@@ -43,7 +43,7 @@ class AnswerPace:
     Args:
         url: URL of the file, for messages.
         max_bytes: size limit of the body.
-        together: bytes transferred without visible progress, which extend the deadline.
+        together: number of bytes that are transferred without visible progress, for which the deadline is extended.
     """
 
     def __init__(self, url: str = "", max_bytes: float = math.inf, together: int = 0) -> None:
@@ -52,7 +52,7 @@ class AnswerPace:
         self.set_size(None)
 
     def set_size(self, _: int | None) -> None:
-        """Restart the count, as fsspec does for a retry."""
+        """Restart the count of bytes; fsspec calls this before a retry."""
         self._size = self._end_of_block = 0
         self.relative_update(0)
 
@@ -64,7 +64,7 @@ class AnswerPace:
             self._end_of_block, self._deadline = self._size + _BLOCK_BYTES, time.monotonic() + self._seconds
 
     def seconds_left(self) -> float:
-        """Return the time left for the block in seconds; raise TimeoutError if none is left."""
+        """Return the time left for the current block in seconds; raise TimeoutError if none is left."""
         left = self._deadline - time.monotonic()
         if left <= 0:
             raise TimeoutError("the response is too slow")
@@ -72,7 +72,10 @@ class AnswerPace:
 
     @contextmanager
     def waiting(self) -> Iterator[float]:
-        """Provide the seconds left; time outside this context, such as for slow disks, does not count."""
+        """Provide the seconds left for the current block.
+
+        Time spent outside this context, for example on a slow disk, does not count.
+        """
         self._deadline += time.monotonic() - self._left
         try:
             yield self.seconds_left()
@@ -81,7 +84,7 @@ class AnswerPace:
 
 
 async def run_in_time(pace: AnswerPace, coroutine: Coroutine[Any, Any, Any]) -> Any:
-    """Return the result of an fsspec coroutine; cancel it with a TimeoutError if it does not keep the pace."""
+    """Return the result of an fsspec coroutine; cancel it and raise TimeoutError if it is too slow."""
     task = asyncio.ensure_future(coroutine)
     try:
         while not task.done():
@@ -92,7 +95,7 @@ async def run_in_time(pace: AnswerPace, coroutine: Coroutine[Any, Any, Any]) -> 
 
 
 class _Response(HTTPResponse):
-    """A response that limits each read from the connection to the time left."""
+    """A response in which the time left limits each read from the connection."""
 
     def __init__(self, connection: Any, *args: Any, **options: Any) -> None:
         super().__init__(connection, *args, **options)
@@ -111,7 +114,11 @@ class _Response(HTTPResponse):
 
 
 def limit_response_times(session: requests.Session, connections: int) -> None:
-    """Limit the time of all responses to a session, also through proxies; keep ``connections`` open for reuse."""
+    """Limit the time of all responses to a session, also through proxies.
+
+    Args:
+        connections: number of connections that the session keeps open for reuse.
+    """
     from requests.adapters import HTTPAdapter
 
     class Adapter(HTTPAdapter):

@@ -24,7 +24,7 @@ except SharmillError:
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, 1)
     os.dup2(null, 2)
-# Otherwise torch initializes CUDA to look for GPUs, and then no forked process can use them.
+# Make torch look for GPUs through NVML. If it initialized CUDA in this process, no forked process could use the GPUs.
 os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
 # The server starts without the search paths that the starting process has added.
 sys.path += [entry for entry in path if entry not in sys.path]

@@ -35,12 +35,12 @@ class RecordLog:
         self._is_torn = is_torn
 
     def append(self, record: msgspec.Struct, *, synced: bool = False) -> None:
-        """Append a record. On return it is in the file and, with ``synced``, on disk.
+        """Append a record. When this returns, the record is in the file and, with ``synced``, durably on disk.
 
         Raises:
             FatalError: the record cannot be written.
         """
-        # A failed write may leave a partial line.
+        # Start on a new line if a failed write or a killed process may have left a partial line.
         line = (b"\n" if self._is_torn else b"") + msgspec.json.encode(record) + b"\n"
         self._is_torn = True
         with stopping_errors(self.path), open_stored(self.path, append=True) as stream:
@@ -79,7 +79,7 @@ class Tail(Generic[Decoded]):
         if names is None:
             names = sorted(path.name for path in self._folder.glob("*.jsonl"))
         for name in names:
-            # A name may be visible before its file.
+            # The name of a new file may be visible before the file itself.
             with suppress(FileNotFoundError):
                 yield from self._read(self._folder / name)
 

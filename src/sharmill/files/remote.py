@@ -1,4 +1,4 @@
-"""Requests for files behind URLs, with retries, and with errors that show who can solve the problem.
+"""Requests for files behind URLs, with retries, and with errors whose type shows who can solve the problem.
 
 A server's response about one file is a ``RejectRecord``. A response about the server itself, or no response after some
 retries, is an ``OSError``. Something missing on this machine (a package, an endpoint, credentials) is a
@@ -24,7 +24,7 @@ from sharmill.files.clients import TRIES, AIStoreClient, BucketClient, Client, P
 
 SCHEMES: Final = ("https", "http", "s3", "gs", "ais")
 _wait = wait_exponential(multiplier=0.5, max=10)
-# Data over http from another machine could be read or changed on the way.
+# URLs that use http to another machine; data could be read or changed in transit.
 _UNENCRYPTED: Final = re.compile(
     r"http://(?!([^/?#@]*@)?(localhost|127(\.\d+){3}|\[::1\])(:\d+)?(/|\Z))", re.IGNORECASE
 )
@@ -53,11 +53,11 @@ def _make_client(scheme: str, origins: Collection[str]) -> Client:
 
 
 def request(url: str, call: Callable[[Any], Any], origins: Collection[str] = ()) -> Any:
-    """Return the result of a call of the URL's client, retrying it after transient errors.
+    """Return the result of ``call`` with the client for a URL; retry it after transient errors.
 
     Args:
         url: URL with one of the schemes that ``check_url`` allows.
-        call: function that is called with the client of the scheme.
+        call: function that is called with the client.
         origins: further URLs whose hosts a redirect may lead to.
 
     Raises:
@@ -114,7 +114,7 @@ def _translate_errors(url: str) -> Iterator[None]:
 
 
 def _explain_error(url: str, error: Exception) -> Exception:
-    """Return the translation of an error of an object store's client, by its class and status."""
+    """Return the error of ``request`` for an error of an object store's client, based on its class and HTTP status."""
     kind = type(error).__name__
     codes = [getattr(error, name, None) for name in ("status_code", "status", "code")]
     if isinstance(answer := getattr(error.__cause__, "response", None), dict):  # from botocore

@@ -1,7 +1,7 @@
 """Shared disks (NFS), on which files of other nodes become visible with a delay, and clocks differ.
 
-An NFS client caches names, listings and attributes for up to a minute (acregmin, acdirmin), during which it takes new
-files for missing. If another process is known to have created a file, a missing name therefore does not mean that the
+An NFS client caches names, listings and attributes for up to a minute (acregmin, acdirmin). During this time, new files
+seem to be missing. If another process is known to have created a file, a missing name therefore does not mean that the
 file is missing: ``VisibilityTimeout`` waits for it, for at most ``executor.seconds_until_seen``. Everything that a
 process has seen or created stays visible to it. The server decides immediately if a name can be created, regardless of
 what this node sees.

@@ -11,14 +11,14 @@ from typing import Final
 import numpy as np
 
 _DIFFERENCES: Final = ("Unicode form (NFC or NFD)", "upper and lower case", "kind of blanks")
-# Limits of a process on the folders listed, the names per folder, and the names in total. Every missing file may be in
-# another folder, and listing many names on a shared disk takes many requests.
+# Per-process limits on the number of folders listed, and on the number of names, per folder and in total. Every missing
+# file may be in a different folder, and listing many names on a shared disk takes many requests.
 _MOST_FOLDERS: Final = 64
 _MOST_NAMES: Final = 200_000
 
 
 class Names:
-    """A set of names that stores 24 bytes for each."""
+    """A set of names, stored as hashes of 24 bytes per name."""
 
     def __init__(self, names: Iterable[str]) -> None:
         hashes = np.fromiter((hash(form) for name in names for form in _fold(name)), np.int64)
@@ -59,7 +59,7 @@ def _list(folder: Path) -> Names:
 
 
 def describe_similar(path: str | Path) -> str:
-    """Return the end of a sentence about a missing file if its path exists in another spelling.
+    """Return the end of a sentence about a missing file if a similar path exists, otherwise an empty text.
 
     This also covers a link on the path whose target is missing.
     """

@@ -144,9 +144,10 @@ class Staging:
 
 
 def _names_here() -> str:
-    """Return the prefix of staging folders of processes that are visible from here.
+    """Return the name prefix of staging folders whose processes are visible from this one.
 
-    It contains the kernel as well as the host, since containers of one machine may share its name but not process ids.
+    It contains the kernel as well as the host, since containers of one machine may share a host name but not process
+    ids.
     """
     return f"rank-{socket.gethostname()}-{checksum_bytes(this_kernel().encode())[:8]}-"
 

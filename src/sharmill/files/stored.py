@@ -35,8 +35,8 @@ def open_stored(path: Path, *, append: bool = False, buffering: int = -1) -> Bin
 
     Raises:
         FileNotFoundError: the file does not exist.
-        ConfigError: the file is a link, not a regular file, or an untrusted user's; with ``append``, also if it has a
-            hard link, which may be a file elsewhere.
+        ConfigError: the file is a link, not a regular file, or an untrusted user's; with ``append``, also if the file
+            has a second hard link, since a file elsewhere would then change as well.
     """
     try:
         stream = open_regular(path, follow_links=False, append=append, buffering=buffering)
@@ -70,7 +70,12 @@ def damaged_file(path: Path, what: str) -> ConfigError:
     reraise=True,
 )
 def read_stored(path: Path) -> bytes:
-    """Return the content of a small file of a run directory; raises as ``open_stored``, and if it is too large."""
+    """Return the content of a small file of a run directory.
+
+    Raises:
+        FileNotFoundError: the file does not exist.
+        ConfigError: as ``open_stored``; also if the file has more than ``MAX_BYTES``.
+    """
     with open_stored(path) as stream:
         data = stream.read(MAX_BYTES + 1)
     if len(data) > MAX_BYTES:
@@ -97,7 +102,7 @@ def decode_stored(path: Path, data: bytes, kind: type[Decoded]) -> Decoded:
 
 
 def load_record(path: Path, kind: type[Decoded]) -> Decoded:
-    """Read and decode a small JSON file of a run directory; raises as ``read_stored`` and ``decode_stored``."""
+    """Read and decode a small JSON file of a run directory; see ``read_stored`` and ``decode_stored`` for errors."""
     return decode_stored(path, read_stored(path), kind)
 
 
@@ -110,12 +115,15 @@ def read_record(path: Path, kind: type[Decoded]) -> Decoded | None:
 
 
 def read_records(path: Path, kind: type[Decoded]) -> Iterator[Decoded]:
-    """Decode the lines of a JSON lines file of a run directory; raises the errors of ``load_record``."""
+    """Yield the decoded lines of a JSON lines file of a run directory; raises the errors of ``load_record``."""
     return (decode_stored(path, line, kind) for line in read_stored_lines(path))
 
 
 def create_once(folder: Path, data: bytes) -> bytes:
-    """Create a folder with data unless it exists, and return its data; only one of several processes succeeds."""
+    """Create a folder with ``data`` unless it exists, and return the data of the folder.
+
+    If several processes call this at once, one of them creates the folder, and all return its data.
+    """
     with suppress(FileNotFoundError):
         return read_stored(folder / "data")
     try:

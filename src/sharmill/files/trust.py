@@ -121,7 +121,10 @@ def make_private_folder(path: Path) -> None:
 
 
 def _is_shared(status: os.stat_result, writers: int) -> bool:
-    """Return True if ``writers`` may replace any file of a folder; in /tmp, users can replace only their own files."""
+    """Return True if a permission of the set ``writers`` lets users replace any file of a folder.
+
+    In a folder with the sticky bit, such as /tmp, users can replace only their own files.
+    """
     return bool(status.st_mode & writers) and not status.st_mode & stat.S_ISVTX
 
 

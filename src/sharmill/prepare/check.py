@@ -252,9 +252,7 @@ def _written(tag: SpeakerTag) -> tuple[str, str | None]:
 
 
 def _further_keys(record: dict[str, Any], channel: Channel, no_duration: bool) -> dict[str, Any]:
-    """Return the content of ``custom``: a record's further keys, the chosen channel, and a mark for a calculated
-    duration.
-    """
+    """Return the content of ``custom``: further keys, the chosen channel, and a mark if the duration was missing."""
     # Training code reads the language from these keys, so a placeholder must not contradict the tag.
     custom = {
         key: value
@@ -308,8 +306,7 @@ def _is_deeper(value: Any, limit: int) -> bool:
 
 
 def check_fields(record: dict[str, Any]) -> None:
-    """Raise RejectRecord if ``audio_filepath`` is missing, or a key has a value of the wrong type or an invalid time.
-    """
+    """Raise RejectRecord if ``audio_filepath`` is missing, or a key has a value of the wrong type or a wrong time."""
     if "audio_filepath" not in record:
         raise RejectRecord("missing_field", "the record has no audio_filepath")
     for key, types in _TYPES.items():

@@ -22,8 +22,7 @@ HASH_FIELDS: Final = np.dtype([("segment", "u8", 2), ("file", "u8"), ("recording
 
 
 def hash_utterance(utterance: Utterance) -> tuple[tuple[int, int], int, int, int]:
-    """Return a row of ``HASH_FIELDS``: hashes of the segment, its file and channel, its recording id, and its cut id.
-    """
+    """Return a row of ``HASH_FIELDS``: hashes of the segment, its file and channel, its recording id and its cut id."""
     file = _file_text(utterance)
     segment = xxhash.xxh3_128_intdigest(_segment_text(utterance).encode())
     return (

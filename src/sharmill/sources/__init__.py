@@ -239,7 +239,7 @@ class Source(ABC):
         return found
 
     def settings(self) -> dict[str, Any]:
-        """Return the keys without folders, for the plan's identity; files are reduced to their names."""
+        """Return the values of the keys for the plan's identity: without folders, and only the names of files."""
         found = dataclasses.asdict(self)
         for key in ("audio_root", *self.folder_keys):
             del found[key]
@@ -249,7 +249,7 @@ class Source(ABC):
         return found
 
     def refuse_url_roots(self) -> None:
-        """Raise ValueError if an audio root is a URL, for sources that list the files of the folder."""
+        """Raise ValueError if an audio root is a URL; called by sources that list the files of a folder."""
         is_local = not any(map(is_url, self.named("audio_root")))
         require(
             is_local,
@@ -261,11 +261,14 @@ class Source(ABC):
         return None if self.speaker is None else Template(self.speaker)
 
     def speaker_rule(self, dataset: str) -> SpeakerRule:
-        """Return the rule that makes speaker tags; ``dataset`` is the name of the dataset."""
+        """Return the rule for speaker tags; ``dataset`` is used if neither a record nor the source names a dataset."""
         return SpeakerRule(self.template(), self.language or UNDETERMINED, self.dataset or dataset)
 
     def needed_keys(self) -> dict[str, tuple[str, str]]:
-        """Return keys that at least one record must have, with their names in the input and the setting using them."""
+        """Return the keys that at least one record must have.
+
+        Each key is mapped to (name in the input, clause about the setting that uses it).
+        """
         template = self.template()
         keys = [] if template is None else template.keys
         return {key: (key, f"the speaker template {self.speaker!r} uses the key {key!r}") for key in keys}
@@ -297,7 +300,7 @@ class FileSource(Source):
     """A source that reads files named by paths and patterns under ``file_keys``.
 
     Attributes:
-        digests: by key, the part of its files that is read for the identity; files of other keys are read completely.
+        digests: by key, the part of each file that is read for the identity; files of other keys are read completely.
     """
 
     digests: ClassVar[dict[str, Digest]] = {}
@@ -317,7 +320,7 @@ class FileSource(Source):
         return self.find(self.file_key)
 
     def identity(self) -> dict[str, Any]:
-        """Return size and checksum of every file by key, number and name; also prove that all files are readable."""
+        """Return size and checksum of each file by key, number and name. This also checks that files are readable."""
         self.check()
         keys = [key for key in self.file_keys if self.named(key)]
         return {key: identify_files(self.find(key), self.digests.get(key, "whole")) for key in keys}
@@ -365,7 +368,7 @@ class ColumnSource(Source):
         return kept | {key: value for key, value in found.items() if value is not ...}
 
     def needed_keys(self) -> dict[str, tuple[str, str]]:
-        """Return keys that at least one record must have, with their names in the input and the setting using them."""
+        """Return the keys that at least one record must have; see ``Source.needed_keys``."""
         columns = {} if self.checks_columns else self.columns
         taken = {key: (column, f"columns.{key} uses the column {column!r}") for key, column in columns.items()}
         return taken | super().needed_keys()
@@ -396,9 +399,9 @@ class RunSource(Source):
 
     @abstractmethod
     def runs(self, size: int) -> Iterator[tuple[list[Any], int]]:
-        """Yield (location, number of entries) for each run; the location consists of JSON values.
+        """Yield (location, number of entries) for each run; the location is a list of JSON values.
 
-        Runs have about ``size`` entries if the source can choose.
+        If the source can choose, a run has about ``size`` entries.
 
         Raises:
             ConfigError: the input as a whole cannot be used.
@@ -406,10 +409,10 @@ class RunSource(Source):
 
     @abstractmethod
     def entries(self, place: list[Any], begin: int, end: int) -> Iterator[Any]:
-        """Yield the entries ``begin`` to ``end`` of a run, with an UnreadableRecord for each unreadable entry."""
+        """Yield entries ``begin`` to ``end`` of a run, with an UnreadableRecord for each entry that cannot be read."""
 
     def record(self, entry: Any) -> RawRecord:
-        """Return the record of an entry, by default the entry itself; raise RejectRecord if it has none."""
+        """Return the record of an entry, by default the entry itself; raise RejectRecord if it has no valid record."""
         return entry
 
     def shown(self, entry: Any) -> str:
@@ -463,7 +466,7 @@ class LineSource(RunSource, FileSource):
                 yield [number, begin], count
 
     def entries(self, place: list[Any], begin: int, end: int) -> Iterator[Any]:
-        """Yield the entries of the lines of a run."""
+        """Return an iterator over entries ``begin`` to ``end`` of a run of lines."""
         lines = itertools.chain.from_iterable(self.split_line(line) for _, line in self.lines(*place))
         return itertools.islice(lines, begin, end)
 
@@ -472,7 +475,11 @@ class LineSource(RunSource, FileSource):
         return (line,)
 
     def lines(self, number: int, begin: int = 0) -> Iterator[tuple[int, Any]]:
-        """Yield (end position, line) for the lines of a file from ``begin`` on; raise ConfigError if it is damaged."""
+        """Yield (end position, line) for the lines of a file, from position ``begin`` on.
+
+        Raises:
+            ConfigError: the file is damaged.
+        """
         # Open a separate stream to scan from the first line, since other pieces may be read in the meantime.
         stream = self._open(self.files[number]) if begin else open_lines(self.files[number])
         stream.seek(begin)
@@ -480,7 +487,7 @@ class LineSource(RunSource, FileSource):
 
     @cached_property
     def _open(self) -> Callable[[Location], BinaryIO]:
-        """The function that opens a file. The last file stays open, so that reading on does not unpack it again."""
+        """The function that opens a file. It keeps the last file open, so that continuing does not unpack it again."""
         return lru_cache(maxsize=1)(open_lines)
 
 
@@ -495,16 +502,16 @@ class ContainerSource(FileSource):
         super().__post_init__()
         if self.audio_root is None:
             folders = []
-            # The first and last file are enough, however many files a pattern matches.
+            # It is enough to check the first and the last file, however many files a pattern names.
             for pattern in self.named(self.file_keys[-1]):
                 names = expand_shards(re.split(r"[*?]", str(self.path_of(pattern)))[0])
                 folders += [os.path.dirname(name) or "." for name in (names[0], names[-1])]  # noqa: PTH120
-            # commonpath removes the double slash of a URL.
+            # Restore the double slash of a URL, which commonpath removes.
             common = re.sub(r"^([a-z0-9]+):/", r"\1://", os.path.commonpath(folders))
             object.__setattr__(self, "audio_root", common or ".")
 
     def container(self, file: Location) -> str:
-        """Return the path of a file relative to the audio root, as in ``Member.container`` and in names of audio.
+        """Return the path of a file relative to the audio root, as used in ``Member.container`` and ``audio_filepath``.
 
         Raises:
             ConfigError: the file is outside the audio root.

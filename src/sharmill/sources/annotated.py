@@ -89,7 +89,7 @@ class AnnotatedSource(WalkedSource):
         return template
 
     def check(self) -> None:
-        """Raise ConfigError if there are no annotations, or if none of the first files has the tier."""
+        """Raise ConfigError if there are no annotations, or if none of the first files has the configured tier."""
         is_there = self._annotations.is_dir()
         first = list(itertools.islice(self._groups(), 20)) if is_there else []
         refuse(
@@ -146,7 +146,7 @@ class AnnotatedSource(WalkedSource):
     def _groups(self) -> Iterator[tuple[str, list[str]]]:
         """Yield groups of annotation files that belong together, as (folder, names)."""
         for folder, names in walk_files(self._annotations, [self._suffix]):
-            if names is None:  # reading it later yields a reject
+            if names is None:  # the folder cannot be listed; reading it later yields a reject
                 yield folder, [""]
             elif self.annotations != "ami":
                 yield from ((folder, [name]) for name in names)
@@ -216,7 +216,7 @@ class AnnotatedSource(WalkedSource):
         return decode_text(data, "utf-16" if data.startswith((b"\xff\xfe", b"\xfe\xff")) else self.encoding, file.name)
 
     def _path(self, folder: str, name: str, recording: str) -> str | RejectRecord:
-        """Return the path of a recording's audio, or the reject if there is none."""
+        """Return the path of a recording's audio, or a RejectRecord if no valid path can be formed."""
         place = os.path.join(folder, "")  # noqa: PTH118
         if self._audio is None:
             paths = [f"{place}{recording}{suffix}" for suffix in self.audio_suffixes]

@@ -20,7 +20,7 @@ _PLACE: Final = (
 )
 # Formats with one segment per line: a pattern of lines to ignore, a pattern of valid lines, and the message for others.
 _LINES: Final = {
-    # Other lines of RTTM describe speakers, words and noises.
+    # Other types of RTTM lines describe speakers, words and noises.
     "rttm": (
         re.compile(rf"(?!\s*SPEAKER(?:{_GAP}|$))"),
         re.compile(
@@ -65,7 +65,7 @@ def parse_lines(form: str, text: str) -> Iterator[Stretch | UnreadableRecord]:
 
 
 def parse_ami_words(text: str, name: str) -> Iterator[Stretch | UnreadableRecord]:
-    """Yield the words of an NXT file; ``name`` is the file name, made of the meeting and the speaker."""
+    """Yield the words of an NXT file; ``name`` is the file's name, which consists of the meeting and the speaker."""
     if "<nite:root" not in text[:4096]:
         raise ValueError("the file is not an AMI words file in NXT format")
     recording, _, speaker = name.partition(".")
@@ -73,7 +73,7 @@ def parse_ami_words(text: str, name: str) -> Iterator[Stretch | UnreadableRecord
     for match in _AMI_WORD.finditer(text):
         attributes = dict(_ATTRIBUTE.findall(match[1]))
         try:
-            # Punctuation and a few words have no times; they take the end of the previous word.
+            # Punctuation and a few words have no times; they are placed at the end of the previous word.
             start = _number(attributes.get("starttime") or str(last))
             end = _number(attributes.get("endtime") or str(start))
         except ValueError:

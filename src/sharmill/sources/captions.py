@@ -14,13 +14,14 @@ from sharmill.sources.stretches import Stretch
 
 _CLOCK: Final = r"(?:(\d{1,4}):)?(\d{1,2}):(\d\d)(?:[,.](\d{1,9}))?"
 _SRT_TIMES: Final = re.compile(rf"\s*{_CLOCK}\s*-->\s*{_CLOCK}")
-# Tags must not contain "<", otherwise every unclosed tag would be searched for up to the end of the file.
+# Tags must not contain "<", otherwise the search for the end of each unclosed tag would go to the end of the file.
 _SRT_STYLE: Final = re.compile(r"</?(?:[bciu]|font|lang|rt|ruby)\b[^<>]*>|<[\d:.]+>|\{\\[^{}]*\}")
 # WebVTT blocks that are not captions.
 _VTT_BLOCKS: Final = ("WEBVTT", "NOTE", "STYLE", "REGION")
-# Maximum number of repeated lines that are looked for in a rolling caption.
+# Maximum number of lines of a rolling caption that are compared with the previous caption.
 _MOST_LINES: Final = 10
-# Seconds. Shorter captions contain no speech of their own, and pauses between rolling captions are not longer.
+# Duration in seconds. Shorter captions contain no speech of their own, and pauses between rolling captions are at most
+# this long.
 _SHORT_CAPTION: Final = 0.1
 
 
@@ -42,7 +43,7 @@ def parse_captions(text: str) -> Iterator[Stretch | UnreadableRecord | str]:
 
 
 def _split_captions(text: str, *, is_vtt: bool) -> list[tuple[re.Match[str] | None, list[str]]]:
-    """Return (times, lines) for each block, with its nonblank lines except the number; times may be None.
+    """Return (match of the times, nonblank lines except the number) for each block; the match may be None.
 
     A caption may contain blank lines. A blank line ends it only if a number, times or, in WebVTT, a name or comment
     follows.
@@ -63,10 +64,11 @@ def _split_captions(text: str, *, is_vtt: bool) -> list[tuple[re.Match[str] | No
 
 
 def _drop_repeats(captions: list[tuple[float, float, list[str]]]) -> Iterator[Stretch | str]:
-    """Yield segments for captions (start, end, lines), with each line of rolling captions only once, and notes.
+    """Yield a segment for each caption (start, end, lines), without repeated lines, and notes about repeated lines.
 
     A rolling caption repeats the last lines of the previous caption, and either adds lines or is very short. Speakers
-    may also repeat themselves, so lines are dropped only if at least half of the captions in a file are rolling.
+    may also repeat themselves, so lines are dropped only if at least half of the captions in a file are rolling, or if
+    a very short caption consists of repeated lines only.
     """
     rows: list[tuple[float, float, list[str], int, bool]] = []
     before: list[str] = []

@@ -1,4 +1,4 @@
-"""Files of sources: patterns that name several files, checks that a file is readable, and lines with their keys.
+"""Files of sources: patterns that name several files, checks that a file is readable, and lookup of lines by key.
 
 In a path, ranges name numbered shards, ``*`` and ``?`` match files, and ``~`` is the home folder.
 """
@@ -48,7 +48,7 @@ from sharmill.prefetch import prefetch
 from sharmill.registry import require_package
 
 T = TypeVar("T")
-# The part of a file whose content identifies it.
+# The part of a file that is read to identify it.
 Digest = Literal["whole", "ends", "size"]
 # NeMo's brackets around a range of numbers or a list.
 _BRACKETS: Final = (r"\{", r"\}"), (r"\(", r"\)"), (r"\[", r"\]"), ("<", ">"), ("_OP_", "_CL_")
@@ -64,9 +64,10 @@ _KEY_OF_CONSTANT: Final = re.compile(rb'"([^"]*)"\s*:\s*(-?(?:NaN|Infinity))')
 _objects: Final = msgspec.json.Decoder(dict[str, Any])
 _MAX_FILES: Final = 1_000_000
 _MAX_DIGITS: Final = 18
-# Limit for lines: a file with a longer line is not line-based, and the line would be read into memory completely.
+# Maximum length of a line. A file with a longer line is not line-based, and the line would be read into memory
+# completely.
 _MAX_LINE_BYTES: Final = 64 << 20
-# Bytes from the start of a file that show whether it can contain records.
+# Number of bytes at the start of a file that show whether it can contain records.
 _HEAD_BYTES: Final = 1 << 16
 _BOMS: Final = {
     codecs.BOM_UTF16_LE: "UTF-16",
@@ -86,13 +87,14 @@ _PACKED_SUFFIXES: Final = (".gz", ".bz2", ".xz", ".zst")
 
 
 def identify_files(files: Iterable[Location], digest: Digest = "whole") -> dict[str, Any]:
-    """Return the size and the checksum of every file, or of its ends, by its number and name.
+    """Return the size and the checksum of each file, by file number and name.
 
-    Folders are left out, so that the files may be moved.
+    Names do not include folders, so that the files may be moved. The checksum is for the part of the file that
+    ``digest`` names; for ``size``, there is none.
     """
 
     def identify(file: Location) -> list[Any]:
-        # Ask for the version first: it replaces a copy of an earlier version.
+        # Ask for the version first, so that a copy of an earlier version is replaced.
         version = tell_version(file)
         if digest == "size":
             return version
@@ -106,7 +108,7 @@ def identify_files(files: Iterable[Location], digest: Digest = "whole") -> dict[
 
 
 def expand_home(path: str) -> Path:
-    """Expand ``~`` in a path; the path of an unknown user stays unchanged, for which Path would raise."""
+    """Expand ``~`` in a path. Unlike ``Path.expanduser``, this keeps the path of an unknown user unchanged."""
     return Path(os.path.expanduser(path))  # noqa: PTH111
 
 
@@ -148,7 +150,7 @@ def _on_disk(name: str) -> Iterable[str]:
 
 def _find_ranges(pattern: str) -> Iterator[re.Match[str]]:
     """Yield the ranges and lists in a pattern, except brackets in the name of an existing file or folder."""
-    begin, position = "", 0  # begin: start of the first name
+    begin, position = "", 0  # begin: start of the first expanded name
     for match in _RANGE.finditer(pattern):
         part = pattern[position : match.end()] + pattern[match.end() :].partition("/")[0]
         if not any(_on_disk(begin + part)):
@@ -192,7 +194,10 @@ def expand_shards(pattern: str) -> list[str]:
 
 
 def open_input(path: Location, kind: str) -> BinaryIO:
-    """Open a file that a source names; ``kind`` is the source's key, for messages.
+    """Open a file that a source names.
+
+    Args:
+        kind: the source's key that names the file, for messages.
 
     Raises:
         ConfigError: the file is missing or not a regular file.
@@ -203,7 +208,7 @@ def open_input(path: Location, kind: str) -> BinaryIO:
 
 @contextmanager
 def _raise_missing_input(path: Location, kind: str) -> Iterator[None]:
-    """Turn errors of opening a file into the ConfigError of ``open_input``."""
+    """Turn errors from opening a file into the ConfigError that ``open_input`` raises."""
     try:
         yield
     except NotRegularError as error:
@@ -268,14 +273,14 @@ def bad_file(path: Location, kind: str, sentence: str) -> ConfigError:
 
 
 def refuse_file(path: Location, kind: str, *problems: tuple[object, str]) -> None:
-    """Raise ``bad_file`` with the sentence of the first problem (condition, sentence) whose condition is true."""
+    """Raise the error of ``bad_file`` for the first of the problems (condition, sentence) whose condition is true."""
     refuse(*((is_there, f"the {kind} {path} {sentence}") for is_there, sentence in problems), code="bad_manifest")
 
 
 def read_small(path: Path, max_bytes: int) -> bytes:
     """Return the content of a file of limited size.
 
-    Errors of the machine or the network stay OSErrors, so that the unit is retried.
+    System and network errors, except a missing permission, stay OSErrors, so that the unit is retried.
 
     Raises:
         RejectRecord: ``malformed`` if the user may not read the file, or if it is too large or not a regular file.
@@ -294,7 +299,7 @@ def read_small(path: Path, max_bytes: int) -> bytes:
 
 
 def decode_text(data: bytes, encoding: str, name: str) -> str:
-    """Decode bytes; raise RejectRecord ``malformed`` with a message about ``name`` if they are not valid."""
+    """Decode bytes; raise RejectRecord ``malformed`` with a message about ``name`` if ``encoding`` does not fit."""
     try:
         return data.decode(encoding).removeprefix("\ufeff")
     except UnicodeDecodeError as error:
@@ -327,7 +332,7 @@ def decode_object(data: bytes, problem: str) -> dict[str, Any]:
     """Decode a JSON object; NaN and Infinity, which Python's json writes, become floats.
 
     Raises:
-        RejectRecord: as ``decode_json``.
+        RejectRecord: ``malformed``, as in ``decode_json``.
     """
     if b"NaN" not in data and b"Infinity" not in data:
         return decode_json(data, _objects, problem)
@@ -340,20 +345,20 @@ def decode_object(data: bytes, problem: str) -> dict[str, Any]:
 
 
 def encode_record(record: dict[str, Any], source: bytes) -> bytes:
-    """Encode a record. NaN and Infinity stay if they are in its JSON ``source``, since ``prepare`` counts them."""
+    """Encode a record; keep NaN and Infinity if the original JSON ``source`` has them, as ``prepare`` counts them."""
     is_strict = b"NaN" not in source and b"Infinity" not in source
     return msgspec.json.encode(record) if is_strict else json.dumps(record).encode()
 
 
 def check_text(path: Location, kind: str) -> bytes:
-    """Return the unpacked start of a text file; raise the ConfigError of ``read_ends``, also if it is binary."""
+    """Return the unpacked start of a text file; raise ConfigError as ``read_ends`` does, and also if it is binary."""
     head, _, _ = _read_text_ends(path, kind)
     refuse_file(path, kind, (b"\0" in head, "is binary or UTF-16 instead of text; save it as UTF-8"))
     return head
 
 
 def _read_text_ends(path: Location, kind: str) -> tuple[bytes, bytes, bool]:
-    """Return (head, tail, is_compressed); of a compressed file, only the unpacked head and an empty tail."""
+    """Return (head, tail, is_compressed) of a text file. A compressed file has an unpacked head and an empty tail."""
     head, tail = read_ends(path, kind, _TEXT_COMPRESSIONS)
     if _compression(head) is None:
         return head, tail, False
@@ -368,7 +373,7 @@ def _compression(head: bytes) -> str | None:
 
 
 class _CompressedFile(io.BufferedReader):
-    """A compressed file that knows whether it was read to its end."""
+    """A compressed file that records whether it was read to its end."""
 
     has_ended = False
 
@@ -379,7 +384,7 @@ class _CompressedFile(io.BufferedReader):
 
 
 class _CheckedEnd(io.BufferedIOBase):
-    """Mixin that rejects other bytes after the compressed data, which BZ2File and LZMAFile ignore."""
+    """Mixin that raises an error for other bytes after the compressed data, which BZ2File and LZMAFile ignore."""
 
     def __init__(self, stream: Any) -> None:
         self._compressed = _CompressedFile(stream)
@@ -393,11 +398,11 @@ class _CheckedEnd(io.BufferedIOBase):
 
 
 class _Bzip2(_CheckedEnd, bz2.BZ2File):
-    """A file of bzip2."""
+    """A bzip2 file whose end is checked."""
 
 
 class _Xz(_CheckedEnd, lzma.LZMAFile):
-    """A file of xz."""
+    """An xz file whose end is checked."""
 
 
 class _Unpacked(io.BufferedReader):
@@ -413,7 +418,7 @@ class _Unpacked(io.BufferedReader):
 
 
 def _open_unpacked(path: Location, kind: str) -> BinaryIO:
-    """Open a text file, plain or compressed, for one sequential read, since pyarrow's zstd stream cannot seek."""
+    """Open a text file, plain or compressed, to be read once in order, since pyarrow's zstd stream cannot seek."""
     stream = open_input(path, kind)
     name = _compression(cast("io.BufferedReader", stream).peek(8))
     openers: dict[str | None, Callable[[Any], Any]] = {
@@ -467,7 +472,7 @@ def refusing_damage(path: Location, kind: str) -> Iterator[None]:
     try:
         yield
     except (EOFError, zlib.error, lzma.LZMAError, OSError) as error:
-        if getattr(error, "errno", None) is not None:  # an error of the machine
+        if getattr(error, "errno", None) is not None:  # a system error, not damage to the file
             raise
         raise bad_file(path, kind, f"is damaged or truncated ({error}); copy it again") from error
 
@@ -476,7 +481,7 @@ def iterate_lines(path: Location, kind: str) -> Iterator[tuple[int, bytes]]:
     """Yield (end position, line) for all nonblank lines; ``kind`` is the source's key that names the file.
 
     Raises:
-        ConfigError: the file cannot be read, or as ``iterate_stream``.
+        ConfigError: the file cannot be read; also as in ``iterate_stream``.
     """
     with _open_unpacked(path, kind) as stream:
         yield from iterate_stream(stream, path, kind)
@@ -509,7 +514,7 @@ def check_json_lines(
         path: the file.
         kind: the source's key that names it.
         remedy: end of the message if the file does not have one record per line.
-        check: returns a message about what is wrong with the first object, or None.
+        check: function that returns a message about what is wrong with the first object, or None.
 
     Raises:
         ConfigError: the file is missing, empty, binary, a zip, one JSON array, not JSON, or in another encoding; its
@@ -555,13 +560,13 @@ def _check_head(path: Location, kind: str, head: bytes, remedy: str) -> None:
 class KeyedLines:
     """An index of the lines of files by key, built at the first lookup.
 
-    It needs 16 bytes of memory per line. Lines of plain files are read from their place; compressed files, which have
-    no random access, are unpacked into an unnamed temporary file below TMPDIR.
+    It needs 16 bytes of memory per line. Lines of plain files are read from the files themselves. Compressed files,
+    which have no random access, are unpacked into an unnamed temporary file below TMPDIR.
 
     Args:
         files: plain or compressed files.
         kind: the source's key that names them.
-        key_of: returns the key of a line, or None for a line that cannot be looked up.
+        key_of: function that returns the key of a line, or None for a line that cannot be looked up.
     """
 
     def __init__(self, files: Sequence[Location], kind: str, key_of: Callable[[bytes], bytes | None]) -> None:
@@ -570,7 +575,7 @@ class KeyedLines:
         self._key_of = key_of
 
     def find(self, key: bytes) -> list[bytes]:
-        """Return the lines with a key, in their order."""
+        """Return the lines with a key, in the order of the files."""
         wanted = np.uint64(xxhash.xxh3_64_intdigest(key))
         begin, end = (np.searchsorted(self._index["key"], wanted, side) for side in ("left", "right"))
         lines = [self._line(int(place)) for place in self._index["place"][begin:end]]
@@ -582,7 +587,9 @@ class KeyedLines:
 
     @cached_property
     def _index(self) -> np.ndarray:
-        """(hash of the key, location) of each line, sorted by hash; a location is file number << 48 | position."""
+        """An array of (hash of the key, location) for all lines, sorted by hash; location is file number << 48 |
+        position.
+        """
         index = np.fromiter(self._rows(), [("key", np.uint64), ("place", np.uint64)])
         return index[np.argsort(index["key"], kind="stable")]
 

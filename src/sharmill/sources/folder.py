@@ -1,4 +1,4 @@
-"""A folder of audio files with optional texts of the same names, and the folder walk that annotations share."""
+"""A folder of audio files with texts of the same names, and the folder walk that annotated sources also use."""
 
 import os
 from abc import abstractmethod
@@ -39,7 +39,7 @@ class WalkedSource(RunSource, EncodedSource):
 
     @abstractmethod
     def file_identities(self) -> Iterator[list[Any]]:
-        """Yield the path of each file with its size or checksum, for the identity."""
+        """Yield [path, size or checksum, ...] for each file, from which the identity is computed."""
 
     def identity(self) -> dict[str, Any]:
         """Return the number of files and a checksum over the entries of ``file_identities``."""
@@ -94,7 +94,7 @@ class FolderSource(WalkedSource):
                 yield told + ([text.suffix, text.stat().st_size] if text else [])
 
     def runs(self, size: int) -> Iterator[tuple[list[Any], int]]:
-        """Yield the folders with their numbers of audio files; a folder that cannot be listed counts as one reject."""
+        """Yield each folder with its number of audio files; a folder that cannot be listed counts as one reject."""
         for folder, names in self._walk():
             yield [path_to_text(folder)], 1 if names is None else len(names)
 
@@ -117,7 +117,7 @@ class FolderSource(WalkedSource):
         return walk_files(self._root, self.audio_suffixes)
 
     def _text_of(self, folder: str, name: str) -> Path | None:
-        """Return the text file of an audio file, or None."""
+        """Return the text file of an audio file, or None if there is none."""
         ends = [suffix for suffix in self.audio_suffixes if name.lower().endswith(suffix.lower())]
         stem = name[: -len(max(ends, key=len))]
         paths = (self._texts / folder / f"{stem}{suffix}" for suffix in self.text_suffixes)
@@ -152,8 +152,9 @@ def path_from_text(text: str) -> str:
 def walk_files(root: Path, suffixes: Iterable[str]) -> Iterator[tuple[str, list[str] | None]]:
     """Yield each folder below a root with the names of its files that have one of the suffixes, both sorted.
 
-    Folders are relative to the root, which is "" itself, and folders without such files are left out. A folder that
-    this user may not list has None in place of the names. Memory use is limited to one folder at a time.
+    Folder paths are relative to the root, which is "" itself. Folders without such files are left out. For a folder
+    that this user may not list, None is yielded in place of the names. The names of only one folder at a time are in
+    memory.
 
     Raises:
         ConfigError: this user may not list the root.

@@ -1,6 +1,6 @@
 """Kaldi data directories: ``wav.scp`` and optionally ``segments``, ``text``, ``utt2spk`` and others.
 
-They are read here because lhotse would run the commands in ``wav.scp`` and read all audio in advance.
+lhotse is not used to read them, because it would run the commands in ``wav.scp`` and read all audio in advance.
 """
 
 import math
@@ -72,7 +72,7 @@ class KaldiSource(LineSource, EncodedSource):
         """Return the record of a line of ``segments``, or of ``wav.scp`` if there is no such file."""
         utterance, *rest = _without_bom(entry).split()
         lines_of = self.files[0].name
-        # This raises an error if an utterance has several lines, since its text could belong to any of them.
+        # Raise an error if an utterance has several lines, since its text could belong to any of them.
         self._value(lines_of, utterance)
         record: dict[str, Any] = {"utterance_id": self._decode(utterance)}
         for name, key in _VALUE_FILES.items():
@@ -142,7 +142,7 @@ class KaldiSource(LineSource, EncodedSource):
 
 
 def _times(words: list[bytes]) -> dict[str, Any]:
-    """Return offset, duration and possibly channel of a segment; an end of -1 is the end of the recording."""
+    """Return offset, duration and possibly channel of a segment; an end of -1 means the end of the recording."""
     try:
         begin, end = (float(word) for word in words[:2])
         channel = {"channel": int(words[2])} if len(words) == 3 else {}

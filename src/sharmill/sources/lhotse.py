@@ -88,10 +88,10 @@ class LhotseSource(LineSource, ColumnSource):
                 )
 
     def identity(self) -> dict[str, Any]:
-        """Return size and checksum of every file by key, number and name; also prove that all files are readable."""
+        """Return size and checksum of each file by key, number and name. This also checks that files are readable."""
         found = super().identity()
         for file in self.find("recordings"):
-            # Reading the pieces only checks the files whose lines become records.
+            # Reading the pieces later checks only the files whose lines become records.
             for _ in iterate_lines(file, "recordings"):
                 pass
         return found
@@ -151,7 +151,9 @@ def _recording_id(line: bytes) -> bytes | None:
 
 
 def _mistaken(key: str, first: dict[str, Any]) -> str | None:
-    """Return a message if the first object of a file belongs to another manifest than ``key``, otherwise None."""
+    """Return a message if the first object of a file belongs to a different kind of manifest than ``key``, otherwise
+    None.
+    """
     if "audio_filepath" in first:
         return "has the records of a NeMo manifest; use type: nemo"
     is_cut = str(first.get("type")).endswith("Cut")
@@ -162,7 +164,13 @@ def _mistaken(key: str, first: dict[str, Any]) -> str | None:
 def _cut_record(
     cut: Cut, supervisions: list[Supervision], split: bool, chosen: Channel, lost: set[str]
 ) -> dict[str, Any]:
-    """Return the record for supervisions of a cut, with ``split`` for exactly one; see ``speech_record``."""
+    """Return the record of a cut with its supervisions or, with ``split``, of one supervision of the cut.
+
+    Args:
+        supervisions: supervisions of the cut; with ``split``, at most one.
+        chosen: channel that the source selects.
+        lost: see ``speech_record``.
+    """
     if not split:
         supervisions = select_supervisions(cut, chosen, lost)
     start, end, channels = 0.0, cut.duration, listed(cut.channel)
@@ -176,7 +184,7 @@ def _cut_record(
         raise RejectRecord("missing_field", "the cut has no recording")
     for supervision in supervisions:
         beyond = max(-supervision.start, supervision.start + supervision.duration - cut.duration)
-        # If the cut is a window of a recording, its supervision may extend far beyond it.
+        # If a cut is a window of a recording, its supervision may extend far beyond the window.
         refuse_record(
             (
                 beyond > MAX_BEYOND,
@@ -192,8 +200,8 @@ def _cut_record(
 def _audio(
     recording: RecordingLine, start: float, duration: float, channels: list[int], chosen: Channel
 ) -> dict[str, Any]:
-    """Return the keys of a record that locate its audio; without ``offset`` if it is the whole file."""
-    # Resampling does not change speech or times, and write.sampling_rate decides what is stored.
+    """Return the keys of a record that locate its audio; ``offset`` is left out for a whole file."""
+    # Resampling changes neither speech nor times, and write.sampling_rate decides which rate is stored.
     changes = [str(transform.get("name"))[:40] for transform in recording.transforms or []]
     other_changes = [name for name in changes if name != "Resample"]
     channel = channels[0] if len(channels) == 1 else chosen
@@ -226,7 +234,7 @@ def _audio(
 
 
 def _part(recording: RecordingLine, channels: list[int], channel: Channel) -> tuple[AudioPart, Channel]:
-    """Return the file that contains a channel, and the channel's index in the file."""
+    """Return the file with a channel, and the channel's index in it; for ``downmix``, the file with all channels."""
     if channel == "downmix":
         whole = [part for part in recording.sources if sorted(part.channels) == sorted(channels)]
         refuse_record(

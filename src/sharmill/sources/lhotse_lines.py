@@ -23,7 +23,7 @@ from sharmill.sources.files import (
 from sharmill.sources.nemo import skip_mark
 
 T = TypeVar("T")
-# Only finite values; NaN is accepted only in custom keys.
+# Times must be finite; NaN is accepted only in custom keys.
 _Seconds = Annotated[float, msgspec.Meta(ge=-1e9, le=1e9)]
 # Range of integers that a float represents exactly.
 _Number = Annotated[int, msgspec.Meta(ge=-1 << 53, le=1 << 53)]
@@ -34,7 +34,7 @@ _decoder: Final[Callable[[Any], msgspec.json.Decoder[Any]]] = functools.cache(ms
 
 
 class AudioPart(msgspec.Struct):
-    """A file of a recording or a substitute for one; ``channels`` are the recording's channels that it contains."""
+    """A file of a recording, or a substitute for a file; ``channels`` are the recording's channels in it."""
 
     type: str
     source: Any
@@ -96,7 +96,7 @@ def decode_lhotse_line(line: bytes, kind: type[T]) -> T:
     """Decode a Cut, Supervision or Recording; NaN and Infinity, which lhotse may write, are kept.
 
     Raises:
-        RejectRecord: ``malformed``.
+        RejectRecord: ``malformed`` if the line is not of this kind.
     """
     problem = f"the line is not a lhotse {kind.__name__.removesuffix('Line').lower()}"
     try:
@@ -108,7 +108,13 @@ def decode_lhotse_line(line: bytes, kind: type[T]) -> T:
 
 
 def describe(encoded: bytes, lost: Iterable[str], member: Member | None = None) -> DescribedRecord:
-    """Return a record with the location of its audio and a note for each name in ``lost``."""
+    """Return a record with the location of its audio and with notes.
+
+    Args:
+        encoded: the record as JSON.
+        lost: names of things that the dataset does not store; each becomes a note.
+        member: location of the audio in a container; None if the audio is a file.
+    """
     return DescribedRecord(
         encoded, member, {f"records have {name[:80]}, which the dataset does not store": 1 for name in lost}
     )
@@ -199,7 +205,7 @@ def speech_record(
 def _make_alignments(
     supervisions: Iterable[Supervision], cut_start: float, start: float, lost: set[str]
 ) -> dict[str, dict[str, list[Any]]]:
-    """Return the key for alignments of the supervisions, in seconds from the record's start, if there are any.
+    """Return ``{ALIGNMENT: alignments}`` of supervisions, in seconds from the record's start; empty if there are none.
 
     lhotse counts alignment times from the start of the recording, even in cuts, and does not shift them when it stores
     cuts as new recordings. An alignment is therefore used only if all of it lies within its supervision.

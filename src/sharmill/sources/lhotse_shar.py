@@ -1,4 +1,4 @@
-"""Shars, written by sharmill or any other tool. Each cut becomes a record, and its audio stays in its tar."""
+"""Shars, written by sharmill or any other tool. Each cut becomes a record whose audio stays in its tar."""
 
 import math
 from collections.abc import Iterator
@@ -41,7 +41,8 @@ from sharmill.sources.lhotse_lines import (
 
 # Fields that usually contain the audio.
 _USUAL_FIELDS: Final = (TARGET_AUDIO, RECORDING)
-# Tolerance in seconds, since a codec may add a delay. Within it, stored audio counts as exactly the cut's segment.
+# Tolerance in seconds, since a codec may add a delay. If the durations of a cut and its stored audio differ by at most
+# this, the audio is taken to be exactly the cut's segment.
 _SAME_SECONDS: Final = 0.025
 # Keys of cuts that are not copied to the record.
 _DROPPED: Final = (*CONTEXT_KEYS, DURATION_FROM_HEADER, CONTEXT_UNALIGNED, SOURCE_CUT_ID)
@@ -114,12 +115,12 @@ class LhotseSharSource(ContainerSource, RunSource, ColumnSource):
         return {"shards": [len(self._shards), checksum_bytes(msgspec.json.encode(told))]}
 
     def runs(self, size: int) -> Iterator[tuple[list[Any], int]]:
-        """Yield the shards with their numbers of cuts; cuts are counted if there is no index."""
+        """Yield each shard with its number of cuts; cuts are counted if there is no index."""
         for number, shard in enumerate(self._shards):
             count = shard.count
             if count < 0:
                 lines, damage = salvage_lines(self.folder / shard.files[CUTS])
-                # All cuts after a damaged place count as one.
+                # All cuts after a damaged place count as one unreadable cut.
                 count = len(lines) + (damage is not None)
             yield [number, count], count
 
@@ -215,7 +216,7 @@ class _ShardAudio:
                 self._of_cut.setdefault(stem, []).append(number)
 
     def find(self, cut_id: str) -> tuple[str, RecordingLine, tuple[int, int]]:
-        """Return the name of the member with a cut's audio, the Recording stored after it, and the member's location.
+        """Return the name of a cut's audio member, the Recording stored after it, and the member's location.
 
         Raises:
             RejectRecord: the cut has no such member, or more than one.
@@ -245,21 +246,25 @@ class _ShardAudio:
 
 
 def _describe_cut(cut: Cut, chosen: Channel, lost: set[str]) -> dict[str, Any]:
-    """Return the keys of a cut's record, except keys of the stored audio; add to ``lost`` what it does not carry.
+    """Return the keys of a cut's record, except keys of the stored audio.
 
     The origin of the audio is in ``source_audio_filepath``, ``source_offset`` and ``source_channel``.
+
+    Args:
+        chosen: channel that the source selects.
+        lost: see ``speech_record``.
 
     Raises:
         RejectRecord: the supervisions cannot be combined into one record.
     """
     channels = listed(cut.channel)
-    # The setting ``channel`` of the source counts stored channels.
+    # The source's key ``channel`` is an index into the stored channels, not a channel number of the recording.
     channel = channels[chosen] if isinstance(chosen, int) and chosen < len(channels) else None
     supervisions = select_supervisions(cut, channel, lost)
     record = speech_record(cut, supervisions, cut.id, cut.start, lost)
     sources = cut.recording.sources if cut.recording else []
     path = sources[0].source if len(sources) == 1 and sources[0].type == "file" else None
-    # An absolute path describes a machine rather than the data.
+    # Do not keep an absolute path, which depends on the machine.
     if isinstance(path, str) and path and not PurePosixPath(path).is_absolute():
         record.setdefault("source_audio_filepath", path)
     return {key: value for key, value in record.items() if key not in _DROPPED}
@@ -289,7 +294,7 @@ def _place_cut(cut: Cut, recording: RecordingLine) -> dict[str, Any]:
     if not is_whole:
         place["offset"] = cut.start
     elif cut.start:
-        # Other tools keep in ``start`` the position of the segment in its original recording.
+        # Other tools keep the position of the segment in its original recording in ``start``.
         place["source_offset"] = cut.start
     channels = recording.channel_ids or []
     if len(channels) > 1 and cut.channel in channels:

@@ -21,7 +21,7 @@ class NemoSource(LineSource, ColumnSource):
     def check(self) -> None:
         """Raise ConfigError if a file cannot be a manifest.
 
-        It may be missing, empty, binary, a zip, one JSON array, a table, truncated, or in another encoding.
+        Such a file is missing, empty, binary, a zip, one JSON array, a table, truncated, or in another encoding.
         """
         for file in self.files:
             check_json_lines(
@@ -31,7 +31,7 @@ class NemoSource(LineSource, ColumnSource):
             )
 
     def record(self, entry: Any) -> RawRecord:
-        """Return a line, with its columns renamed as in ``columns``."""
+        """Return the record of a line, with its keys renamed as in ``columns``."""
         if not self.columns or not isinstance(entry, bytes):
             return entry
         return encode_record(self.name_keys(decode_object(entry, "the line is not a JSON object")), entry)

@@ -22,9 +22,10 @@ from sharmill.sources.files import Digest, bad_file, read_ends, refuse_file
 if TYPE_CHECKING:
     import pyarrow as pa
 
-# A rank that reads any row of a group keeps the audio of the whole group in memory.
+# Maximum size of the audio in a row group, since a rank that reads any row of a group keeps the whole group's audio in
+# memory.
 _MAX_GROUP_BYTES: Final = 2 << 30
-# Key for the path of a row's audio; no column can have this name.
+# Temporary key for the path of a row's audio; no column can have this name.
 _NAME: Final = ""
 _UNREADABLE: Final = object()
 # Keys that affect how a record is read. A column with one of these names must not be dropped because of its type.
@@ -97,7 +98,7 @@ class ParquetSource(ContainerSource, RunSource, ColumnSource):
             refuse_file(file, "parquet", (largest > _MAX_GROUP_BYTES, problem))
 
     def runs(self, size: int) -> Iterator[tuple[list[Any], int]]:
-        """Yield the row groups."""
+        """Yield each row group with its number of rows."""
         for number, file in enumerate(self.files):
             yield from (([number, group], rows) for group, rows in enumerate(_open(file).group_sizes))
 
@@ -108,7 +109,7 @@ class ParquetSource(ContainerSource, RunSource, ColumnSource):
                 yield from self.entries(*span, with_audio=False)
 
     def entries(self, place: list[Any], begin: int, end: int, *, with_audio: bool = True) -> Iterator[RawRecord]:
-        """Yield the records of rows in a row group; without ``with_audio`` only their text."""
+        """Yield the records of rows in a row group; without ``with_audio``, omit the location of the audio."""
         number, group = place
         file = self.files[number]
         path, container = local(file), None
@@ -145,7 +146,7 @@ class ParquetSource(ContainerSource, RunSource, ColumnSource):
                 yield text
 
     def _texts(self, file: Location, rows: RowFile, group: int, part: slice) -> list[dict[str, Any] | str]:
-        """Return the keys of rows in a row group without their audio; a str is the reason why a row cannot be read."""
+        """Return the record of each row without its audio, or a str with the reason why the row cannot be read."""
         mapped = self.mapped | {self.audio}
         schema, labels = rows.schema, _label_names(rows.schema)
         kept = [column.name for column in schema if _is_kept(column) and column.name not in mapped]
@@ -177,9 +178,9 @@ class ParquetSource(ContainerSource, RunSource, ColumnSource):
     def _sizes(
         self, path: Path, rows: RowFile, group: int, part: slice, with_audio: bool
     ) -> tuple[list[int | None], str | None]:
-        """Return the number of audio bytes of each row, None for rows without audio, and why they cannot be read.
+        """Return the audio size of each row in bytes, and the reason why the audio cannot be read, or None.
 
-        Without ``with_audio``, only None is meaningful.
+        The size of a row without audio is None. If ``with_audio`` is not set, all other sizes may be wrong.
         """
         import pyarrow.compute
 
@@ -210,7 +211,7 @@ def _open(file: Location) -> RowFile:
 
 
 def _begins_with_bytes(file: Location, rows: RowFile, audio: str) -> bool:
-    """Return True if any row of the first row group contains audio."""
+    """Return True if any row of the first row group contains audio, or if the audio cannot be read."""
     name = rows.audio_bytes(audio)
     if name is None or not rows.group_sizes:
         return False
@@ -224,7 +225,7 @@ def _begins_with_bytes(file: Location, rows: RowFile, audio: str) -> bool:
 
 
 def _label_names(schema: pa.Schema) -> dict[str, list[str]]:
-    """Return the label names by column, from the metadata that Hugging Face's datasets store in a file.
+    """Return the label names by column, from the metadata that Hugging Face's ``datasets`` stores in a file.
 
     Raises:
         msgspec.MsgspecError: the metadata has another format.
@@ -242,7 +243,7 @@ def _label_names(schema: pa.Schema) -> dict[str, list[str]]:
 def _values(column: pa.ChunkedArray, names: list[str] | None = None) -> list[Any]:
     """Return the values of a column as JSON values, with label numbers replaced by ``names``.
 
-    ``_UNREADABLE`` stands for a text that is not UTF-8, and for a label that has no name.
+    A text that is not UTF-8, or a label that has no name, is replaced by ``_UNREADABLE``.
     """
     import pyarrow
 
@@ -298,7 +299,7 @@ def _fields(kind: pa.DataType) -> dict[str, pa.DataType]:
 
 
 def _is_kept(column: pa.Field) -> bool:
-    """Return True for text, numbers, dates and times, and for ``custom``, where NeMo looks for ``_skipme``."""
+    """Return True if a column has text, numbers, dates or times, or is ``custom``, where NeMo looks for ``_skipme``."""
     from pyarrow import types
 
     kind = column.type.value_type if types.is_dictionary(column.type) else column.type

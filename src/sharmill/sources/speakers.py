@@ -22,7 +22,8 @@ from sharmill.manifest import SpeakerTag, parse_speaker_tag
 UNDETERMINED: Final = "und"
 NO_SPEAKER: Final = "unknown"
 # Placeholders for an unknown value, as written by pandas, R, SQL, Python and corpora, in any case and with any
-# punctuation around them. Placeholders of several words are also recognized in their canonical form.
+# punctuation around them. Placeholders of several words are also recognized in the form that ``canonical_name``
+# returns.
 _PLACEHOLDER: Final = re.compile(
     r"n[/.]?a|nan|nil|null|(?:(?:speaker|spkr?)[\W_]*)?"
     r"(?:none|unk|unknown|undefined|unspecified|unidentified|anonymous)(?:[\W_]*(?:speaker|spkr?))?(?:-[0-9a-f]{16})?|",
@@ -45,7 +46,7 @@ def is_missing(value: Any) -> bool:
     """
     if isinstance(value, str):
         text = value.strip()
-        # Capitalized like this, the words are names of people.
+        # Capitalized like this, these words may be names of people.
         is_name = text in ("Na", "Nan", "Nil", "Null")
         # -1 is Hugging Face's number for a missing label, and \N stands for NULL in SQL dumps.
         is_mark = text in ("-1", "-1.0", r"\N")
@@ -60,9 +61,9 @@ def names_no_language(value: Any) -> bool:
 
 @dataclass(frozen=True)
 class Template:
-    """A text with keys of a record, parts of keys between - and _, and parts of its path.
+    """A text with fields, which are replaced by values of a record, parts of values, or parts of the audio's path.
 
-    ``:prefix`` takes the part before the first - or _.
+    Parts of a value are separated by - or _. ``:prefix`` takes the first part, also from a part of the path.
 
     >>> Template("{path[0]}_{session}").fill({"session": 3}, "anna/one.wav")
     'anna_3'
@@ -132,7 +133,7 @@ def name_of(value: Any) -> str | None:
 
 @dataclass(frozen=True)
 class SpeakerRule:
-    """The rule that gives the records of a source their speaker tags.
+    """The rule that determines the speaker tag of each record of a source.
 
     Args:
         template: template of the name; None to use the record's own speaker.
@@ -149,7 +150,8 @@ class SpeakerRule:
         A record without a speaker gets the name ``nameless``, or no tag (None) if that is None.
 
         Raises:
-            RejectRecord: ``bad_speaker``.
+            RejectRecord: ``bad_speaker`` if the record's speaker is not a name, or a field of the template has no
+                value; ``malformed`` if its language is not a text.
         """
         tag = find_tag(record.get("speaker"))
         if tag and tag.language and tag.dataset and tag.speaker and not self.template:
@@ -201,9 +203,9 @@ class SpeakerRule:
 
 
 def find_tag(speaker: Any) -> SpeakerTag | None:
-    """Return the tag that a value contains, or None for any other value.
+    """Return the parsed speaker tag if a value is one, otherwise None.
 
-    Names with blanks become canonical, and placeholders become "".
+    Names with blanks are replaced by canonical names, and placeholders by "".
 
     Raises:
         RejectRecord: ``bad_speaker`` if the value begins and ends like a tag but is not valid.
@@ -214,7 +216,7 @@ def find_tag(speaker: Any) -> SpeakerTag | None:
     try:
         return _without_placeholders(parse_speaker_tag(speaker))
     except RejectRecord:
-        # A name may contain blanks: each part extends to the next word with a colon.
+        # A name may contain blanks: it extends to the next word with a colon.
         pairs = [part.partition(":") for part in re.split(r"(?<!\s)\s+(?=[^\s:]+:)", match[1].strip())]
         words = [f"{name}:{canonical_name(value)}" for name, colon, value in pairs if colon and value.strip()]
         if len(words) < len(pairs):

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-# Seconds; shorter overlaps come from rounded times.
+# Overlap in seconds. Shorter overlaps result from rounded times, and are ignored.
 _MIN_OVERLAP: Final = 1e-3
 
 
@@ -15,8 +15,8 @@ class Stretch:
     """A stretch of a recording, with times in seconds.
 
     Attributes:
-        recording: name of the recording in the file; "" if the file is about one recording.
-        channel: name of the channel in the file; "" if there is none.
+        recording: name of the recording in the annotation file; "" if the file is about one recording.
+        channel: name of the channel in the annotation file; "" if there is none.
         glued: True if the text is punctuation that follows the previous word without a blank.
     """
 
@@ -78,9 +78,9 @@ def _merge_run(run: list[Stretch]) -> Stretch:
 
 
 def find_overlaps(stretches: Sequence[Stretch]) -> list[bool]:
-    """Mark the stretches that overlap with another speaker's stretch of the same recording and channel.
+    """Return True for each stretch that overlaps with another speaker's stretch of the same recording and channel.
 
-    Stretches without a speaker count as different speakers.
+    Each stretch without a speaker counts as a speaker of its own.
     """
     marks = [False] * len(stretches)
 
@@ -89,7 +89,7 @@ def find_overlaps(stretches: Sequence[Stretch]) -> list[bool]:
 
     lasting = (number for number, stretch in enumerate(stretches) if stretch.end > stretch.start)
     for _, numbers in itertools.groupby(sorted(lasting, key=lambda n: (track(n), stretches[n].start)), track):
-        ends: dict[str | int, float] = {}  # latest ends of the two voices that end last
+        ends: dict[str | int, float] = {}  # latest end of each of the two voices that end last
         before: list[int] = []  # stretches since the last change of voice
         for voice, run in itertools.groupby(numbers, lambda n: stretches[n].speaker or n):
             following = list(run)

@@ -29,7 +29,7 @@ _QUOTED: Final = (
 )
 # Excel's optional first line, which names the delimiter.
 _SEPARATOR: Final = re.compile(rb"(?:\xef\xbb\xbf)?sep=(.)\r?\n")
-# The default limit of Python's csv module is 128 KiB.
+# By default, Python's csv module accepts only 128 KiB per cell.
 csv.field_size_limit(_MAX_LINE_BYTES)
 _NUMBER: Final = re.compile(r"[+-]?[0-9]{1,100}(\.[0-9]{0,100})?([eE][+-]?[0-9]{1,2})?")
 
@@ -229,7 +229,7 @@ def _name_problem(names: list[str]) -> str | None:
 def _number(cell: str, decimal: str) -> Any:
     """Return a cell as a number, None if it is empty, or its text if it is not a number."""
     text = cell.strip()
-    if decimal == ",":  # a point separates thousands
+    if decimal == ",":  # a point then separates thousands
         text = text.replace(".", " ").replace(",", ".")
     if not _NUMBER.fullmatch(text):
         return cell.strip() or None

@@ -1,7 +1,7 @@
 """Tar archives as inputs: NeMo's tarred datasets, WebDataset archives of samples, and WeNet's lists.
 
 Only files and hard links to them are read; folders, devices and sparse files are ignored. If an archive is truncated or
-damaged, the members before that place are used and the damage is reported.
+damaged, the members before the damage are used, and the damage is reported.
 """
 
 import itertools
@@ -51,9 +51,10 @@ from sharmill.sources.files import (
 )
 from sharmill.sources.nemo import NemoSource, skip_mark
 
-# Remote storage answers many requests at once. A scanned archive that waits for its turn needs 8 bytes per sample.
+# Number of archives that are scanned in parallel, as remote storage allows. The result of a scan takes 8 bytes per
+# sample until it is used.
 _ARCHIVES_AT_ONCE: Final = 16
-# Number of samples in a run; reading a part of a run starts at its beginning.
+# Number of samples in a run; reading a part of a run starts at the beginning of the run.
 _SAMPLES_PER_RUN: Final = 1000
 # Texts are read completely; a larger file is not the text of an utterance.
 _MAX_TEXT_BYTES: Final = 16 << 20
@@ -102,7 +103,7 @@ class TarSource(ContainerSource):
         heads = prefetch(read, self.tar_files, threads=_ARCHIVES_AT_ONCE, ahead=_ARCHIVES_AT_ONCE)
         for file, head in zip(self.tar_files, heads, strict=True):
             refuse_compressed(file, "tars", head)
-            # A shorter file is truncated, which is reported for its records.
+            # A file shorter than a block is truncated; its records will report this.
             is_archive = len(head) < BLOCK or head == EMPTY or has_right_checksum(head)
             refuse_file(file, "tars", (not is_archive, "is not a tar archive"))
             self.container(file)
@@ -114,7 +115,7 @@ MemberTable = tuple[dict[str, TarMember | None], str | None, Callable[[], Names]
 
 
 def read_table(path: Location) -> MemberTable:
-    """Return the members of an archive.
+    """Return the members of an archive, and the damage after them, if any.
 
     Raises:
         RejectRecord: missing_audio or unreadable_audio if the archive does not exist or cannot be opened.
@@ -145,7 +146,9 @@ class NemoTarredSource(TarSource, NemoSource):
     Archives and manifests are paired by the last number in their names."""
 
     def check(self) -> None:
-        """Raise ConfigError if a file cannot be a manifest or an archive, or manifests and archives do not pair."""
+        """Raise ConfigError if a file cannot be a manifest or an archive, or if manifests and archives cannot be
+        paired.
+        """
         NemoSource.check(self)
         TarSource.check(self)
         self._pairs  # noqa: B018 (raises if they do not pair)
@@ -184,7 +187,7 @@ class NemoTarredSource(TarSource, NemoSource):
         return lru_cache(maxsize=4)(read_table)
 
     def _parse(self, line: bytes, manifest: int) -> tuple[int, str, dict[str, Any]] | None:
-        """Return the number of the archive, the member's name and the record of a line.
+        """Return the number of the archive, the member's name, and the record of a line.
 
         Return None if the line names no member; the stage ``prepare`` then rejects the unchanged line.
         """
@@ -208,12 +211,12 @@ class NemoTarredSource(TarSource, NemoSource):
 
     @cached_property
     def _pairs(self) -> list[dict[int | None, int]]:
-        """The archives of each manifest by shard_id; the key is None if its records need no shard_id."""
+        """For each manifest, {shard_id: index of the archive}; the key is None if records need no shard_id."""
         manifests, tars = self.manifest, self.tars
         try:
             return _pair(self.files, self.tar_files, 0)
         except ConfigError:
-            # Buckets repeat the numbers, so pair the entries of both lists one by one.
+            # Buckets use the same numbers again, so pair the entries of both lists one by one.
             if not (isinstance(manifests, list) and isinstance(tars, list) and len(manifests) == len(tars) > 1):
                 raise
         pairs, first = [], 0
@@ -225,7 +228,7 @@ class NemoTarredSource(TarSource, NemoSource):
 
 
 def _find(table: MemberTable, name: str, file: Location) -> TarMember:
-    """Return the member that a record names, possibly as the n-th segment of a recording."""
+    """Return the member that a record names; a record may also name a numbered segment of a member."""
     members, damage, names = table
     wanted = clean_name(name)
     # The n-th segment of a recording is named like its member, followed by -sub<n>.
@@ -244,7 +247,12 @@ def _find(table: MemberTable, name: str, file: Location) -> TarMember:
 
 
 def _pair(manifests: Sequence[Location], tars: Sequence[Location], first: int) -> list[dict[int | None, int]]:
-    """Pair manifests with archives by their numbers; ``first`` is the index of the first archive among all archives.
+    """Return {shard_id: index of the archive} for each manifest; the key is None if records need no shard_id.
+
+    Manifests and archives are paired by the last number in their names.
+
+    Args:
+        first: index of ``tars[0]`` among all archives.
 
     Raises:
         ConfigError: a number is missing or occurs twice.
@@ -267,7 +275,7 @@ def _pair(manifests: Sequence[Location], tars: Sequence[Location], first: int) -
 
 
 def _number_all(files: Sequence[Location], key: str) -> dict[int, int]:
-    """Return the indices of files by the last number in their names."""
+    """Return the index of each file by the last number in its name."""
     places: dict[int, int] = {}
     for place, file in enumerate(files):
         stem = Path(file.name).stem
@@ -287,13 +295,13 @@ def _number_all(files: Sequence[Location], key: str) -> dict[int, int]:
 
 @dataclass(frozen=True)
 class _TarSample:
-    """The members with one key, or the place from which an archive cannot be read.
+    """A sample, consisting of the members with one key; or the place from which on an archive cannot be read.
 
     Attributes:
         key: common part of the members' names.
-        header: position of the first header.
+        header: position of the first member's header in bytes.
         members: (suffix of the name, member), in the order of the archive.
-        damage: reject for the rest of a damaged archive; such a sample has no key and no members.
+        damage: reject for the unreadable rest of an archive, with an empty key and no members; None for a sample.
     """
 
     key: str
@@ -309,7 +317,7 @@ class Archive:
     Attributes:
         path: location of the archive.
         container: path relative to the audio root.
-        named: path that is resolved below the audio root: as written in a WeNet list, otherwise ``container``.
+        named: path of the archive as written in a WeNet list, otherwise ``container``; resolved below the audio root.
         reject: reject if the archive cannot be used, otherwise None.
     """
 
@@ -334,16 +342,17 @@ class _SampleSource(RunSource, EncodedSource):
     @property
     @abstractmethod
     def suffixes(self) -> Sequence[str]:
-        """Suffixes of audio members, without the first dot."""
+        """Suffixes of audio members, without the leading dot."""
 
     @abstractmethod
     def record_of(self, sample: _TarSample, stream: BinaryIO, path: str) -> bytes:
-        """Return the record of a sample in the archive ``stream``; ``path`` is the name of its audio."""
+        """Return the record of a sample in the archive ``stream``; ``path`` is its ``audio_filepath``."""
 
     def runs(self, size: int) -> Iterator[tuple[list[Any], int]]:
-        """Yield (location, number of samples) for each run, after scanning the headers of all archives.
+        """Yield (location, number of samples) for each run, which requires scanning the headers of all archives.
 
-        The location is the archive's number, the first header, and the headers of samples with a repeated key.
+        The location consists of the archive's number, the position of the run's first header, and the positions of the
+        first headers of samples with a repeated key.
         """
         walked = prefetch(
             self._headers, range(len(self.archives)), threads=_ARCHIVES_AT_ONCE, ahead=2 * _ARCHIVES_AT_ONCE
@@ -354,7 +363,7 @@ class _SampleSource(RunSource, EncodedSource):
                 yield [number, run[0], [header for header in run if header in repeated]], len(run)
 
     def _headers(self, number: int) -> "tuple[array[int], set[int]]":
-        """Return the first headers of an archive's samples, and the first headers of samples with a repeated key."""
+        """Return the positions of the first headers of an archive's samples, and of samples with a repeated key."""
         headers, repeated = array("Q"), set[int]()
         keys: set[str] = set()
         for sample in self.samples(number):
@@ -387,7 +396,7 @@ class _SampleSource(RunSource, EncodedSource):
                 yield UnreadableRecord(reject.reason, reject.detail, shown)
 
     def samples(self, number: int, begin: int = 0) -> Iterator[_TarSample]:
-        """Yield the samples of an archive from a header on, and finally its damage, if any."""
+        """Yield the samples of an archive from the header at ``begin`` on, and finally its damage, if any."""
         archive = self.archives[number]
         sample: _TarSample | None = None
         damaged: _TarSample | None = None
@@ -419,7 +428,7 @@ class _SampleSource(RunSource, EncodedSource):
         return lru_cache(maxsize=1)(open_audio)
 
     def audio_of(self, sample: _TarSample) -> TarMember:
-        """Return the audio of a sample; raise RejectRecord if it has none or several, or two members of one name."""
+        """Return the audio of a sample; raise RejectRecord unless it has exactly one and no suffix occurs twice."""
         ends = [suffix for suffix, _ in sample.members]
         again = next((suffix for suffix in ends if ends.count(suffix) > 1), "")
         audio = [(suffix, member) for suffix, member in sample.members if suffix in self.suffixes]
@@ -463,7 +472,7 @@ class WebDatasetSource(TarSource, _SampleSource, ColumnSource):
 
     @cached_property
     def suffixes(self) -> list[str]:
-        """Suffixes of audio members, without the first dot."""
+        """Suffixes of audio members, without the leading dot."""
         return [suffix.lstrip(".").lower() for suffix in self.audio_suffixes]
 
     def record_of(self, sample: _TarSample, stream: BinaryIO, path: str) -> bytes:
@@ -541,7 +550,7 @@ class WenetSource(_SampleSource, LineSource):
         return lists | {"tars": {f"{number} {name}": size for number, (name, size) in enumerate(self.sizes())}}
 
     def sizes(self) -> Iterator[tuple[str, Any]]:
-        """Yield name and size of each archive, with its version if it is behind a URL; None if it is missing."""
+        """Yield (name, size) for each archive; size is [size, version] behind a URL, and None for a missing archive."""
 
         def measure(archive: Archive) -> Any:
             with suppress(FileNotFoundError):
@@ -565,7 +574,7 @@ class WenetSource(_SampleSource, LineSource):
 
     @cached_property
     def archives(self) -> list[Archive]:
-        """The archives in the lists of ``shard``; an archive that cannot be used carries its reject."""
+        """The archives in the lists of ``shard``; an archive that cannot be used has a ``reject``."""
         if self.data_type == "raw":
             return []
         roots = AudioRoots.of([self.audio_root], self.cache)
@@ -601,7 +610,7 @@ class WenetSource(_SampleSource, LineSource):
         return encode_record(record, entry)
 
     def record_of(self, sample: _TarSample, stream: BinaryIO, path: str) -> bytes:
-        """Return a record with the sample's key, the parts of the key, and its text."""
+        """Return a record with the sample's key, the groups that ``key_pattern`` finds in it, and the sample's text."""
         record = {"audio_filepath": path, "key": sample.key} | self._of_key(sample.key)
         if (text := dict(sample.members).get("txt")) is not None:
             record["text"] = _read_text(stream, text, self.encoding)

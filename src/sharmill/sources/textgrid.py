@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from sharmill.sources.stretches import Stretch
 
-# Types of the values of an item, by the kind of the tier.
+# Types of the values of an interval or point, by the type of its tier.
 _TIERS: Final = {"IntervalTier": (float, float, str), "TextTier": (float, str)}
 # Like Praat, read only numbers, texts and flags that stand alone, and skip everything else, such as ``xmin =``.
 _TOKEN: Final = re.compile(r'"([^"]*(?:""[^"]*)*)"|([^\s"]+)')
@@ -19,7 +19,7 @@ def parse_tiers(text: str, tier: str | None) -> Iterator[Stretch]:
 
     Args:
         text: content of the file.
-        tier: the key ``tier`` of the source.
+        tier: value of the source's key ``tier``.
 
     Raises:
         ValueError: there is no such tier, or the source has to name one of several tiers.
@@ -38,13 +38,13 @@ def parse_tiers(text: str, tier: str | None) -> Iterator[Stretch]:
 
 
 def choose_tier(names: list[str]) -> str:
-    """Return the end of a message about a file with several tiers, if none is selected."""
+    """Return the end of a message about a file with several tiers, for a source that selects none of them."""
     shown = ", ".join(repr(name[:40]) for name in names[:20])
     return f"has {len(names)} tiers, {shown}; set tier to one of them, or to '*' for all, one per speaker"
 
 
 def tier_pattern(tier: str | None) -> re.Pattern[str]:
-    """Return a pattern for names of tiers, whose group matches the speaker (``*``); None matches any name.
+    """Return a pattern for names of tiers. Its group, for ``*``, matches the speaker's name. ``None`` matches any name.
 
     >>> tier_pattern("* - words").fullmatch("Anna - words")[1]
     'Anna'
@@ -94,7 +94,7 @@ def _iterate_tokens(text: str) -> Iterator[str | float]:
 
 
 def _take(tokens: Iterator[str | float], kind: type) -> Any:
-    """Return the next token, which must have the type ``kind``."""
+    """Return the next token; raise ValueError if its type is not ``kind``."""
     token = next(tokens, None)
     if not isinstance(token, kind):
         other, wanted = ("number", "text") if kind is str else ("text", "number")

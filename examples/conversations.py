@@ -52,14 +52,16 @@ def make_cut(record: dict[str, Any], folder: Path) -> MonoCut:
         for side in ("user", "agent")
     )
     if user.num_channels != 1 or agent.num_channels != 1 or abs(user.duration - agent.duration) > TOLERANCE:
-        raise ValueError(f"the sides must be mono files of equal length, not {user.duration} s and {agent.duration} s")
+        raise ValueError(
+            f"both sides must be mono files of equal length; they last {user.duration} s and {agent.duration} s"
+        )
     cut = user.to_cut().with_id(record["id"])
     cut.target_audio = agent
     for number, turn in enumerate(record["turns"]):
         if turn["role"] not in ROLES:
             raise ValueError(f"the role of turn {number} is {turn['role']!r}; it must be one of {', '.join(ROLES)}")
         if not 0 <= turn["start"] < turn["start"] + turn["duration"] <= cut.duration + TOLERANCE:
-            raise ValueError(f"turn {number} is outside the audio, which has {cut.duration} s")
+            raise ValueError(f"turn {number} is not within the audio, which lasts {cut.duration} s")
         cut.supervisions.append(
             SupervisionSegment(
                 id=f"{cut.id}-{number}",

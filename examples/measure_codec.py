@@ -139,7 +139,7 @@ def main(speech: Path, names: tuple[str, ...], limit: int | None, wav: Path | No
         name = json.loads(line)["audio_filepath"]
         audio, rate = soundfile.read(speech / "audio" / name, dtype="float32")
         if rate != RATE:
-            raise ConfigError(f"{name} has {rate} Hz; convert it to {RATE} Hz", code="bad_usage")
+            raise ConfigError(f"{name} has a sampling rate of {rate} Hz; resample it to {RATE} Hz", code="bad_usage")
         compare(opus, audio, code_with_opus(audio), encoder)
         for codec_name, codec in codecs.items():
             if (decoded := code(codec, audio, results[codec_name])) is None:

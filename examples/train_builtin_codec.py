@@ -63,7 +63,7 @@ def read_speech(folder: Path) -> tuple[list[np.ndarray], list[np.ndarray]]:
     for record in records:
         audio, rate = soundfile.read(folder / "audio" / record["audio_filepath"], dtype="float32")
         if rate != RATE:
-            raise SystemExit(f"{record['audio_filepath']} has {rate} Hz; convert it to {RATE} Hz")
+            raise SystemExit(f"{record['audio_filepath']} has a sampling rate of {rate} Hz; resample it to {RATE} Hz")
         (held if record["speaker"] in held_out else train).append(audio)
     return train, held
 
@@ -215,7 +215,7 @@ def train(
             if value < best and step > 0:
                 best, note = value, f", saved to {output}"
                 save(average, output)
-            print(f"step {step}, {elapsed:.1f} minutes, loss {mean:.3f}, held out {value:.3f}{note}", flush=True)
+            print(f"step {step}, {elapsed:.1f} minutes, loss {mean:.3f}, held-out loss {value:.3f}{note}", flush=True)
         if progress >= 1:
             break
         rate = LEARNING_RATE * min(1.0, (step + 1) / WARM_UP_STEPS) * 0.5 * (1 + math.cos(math.pi * progress))

@@ -89,7 +89,7 @@ class SpeechModel(L.LightningModule):
         self.log("validation", self.model(batch), batch_size=len(batch["ids"]), sync_dist=True)
 
     def on_validation_epoch_end(self) -> None:
-        self.print(f"step {self.global_step}: validation {self.trainer.callback_metrics['validation']:.3f}")
+        self.print(f"step {self.global_step}: validation loss {self.trainer.callback_metrics['validation']:.3f}")
 
     def on_validation_end(self) -> None:
         self.trainer.save_checkpoint(self.checkpoint)

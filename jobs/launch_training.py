@@ -51,7 +51,9 @@ def submit(command: list[str]) -> str:
         raise ConfigError("sbatch is missing; run this on a SLURM cluster", code="unsupported_system") from error
     except subprocess.SubprocessError as error:
         reason = " ".join(str(getattr(error, "stderr", None) or error).split())
-        raise ConfigError(f"sbatch refused the job: {reason}; {shlex.join(command)}", code="jobs_refused") from error
+        raise ConfigError(
+            f"sbatch refused the job: {reason}; the command was: {shlex.join(command)}", code="jobs_refused"
+        ) from error
     return said.strip().split(";")[0]
 
 

@@ -164,7 +164,7 @@ class Training:
             return drawn if self.config.seed is None else self.config.seed
         if self.config.seed not in (None, record["seed"]):
             raise ConfigError(
-                f"seed: {self.out_dir} has checkpoints of a training with "
+                f"seed: {self.out_dir} has checkpoints of a training run with "
                 f"seed {record['seed']}, not {self.config.seed}; omit seed, or use another out_dir",
                 code="wrong_state",
             )
@@ -343,10 +343,11 @@ class Training:
         signal.setitimer(signal.ITIMER_REAL, limit, _SECONDS_BETWEEN_ALARMS)
 
     def _on_alarm(self, number: int, frame: object) -> None:
-        waited = "soon after SIGTERM" if self.leave else f"in data_timeout: {self.config.data_timeout:g} seconds"
+        waited = "in time after SIGTERM" if self.leave else f"within {self.config.data_timeout:g} seconds (data_timeout)"
         raise FatalError(
-            f"rank {self.world.rank} got no batch {waited}, at step {self.step}; look above for errors of the workers, "
-            "check the disk or network of the data, and repeat the command to resume from the newest checkpoint",
+            f"rank {self.world.rank} got no batch {waited}, at step {self.step}; look above for worker errors, "
+            "check the disk or network that holds the data, and repeat the command to resume from the newest "
+            "checkpoint",
             code="step_failed",
         )
 

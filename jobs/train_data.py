@@ -148,7 +148,7 @@ class MixedData:
                 yield batch
             if is_empty:
                 raise ConfigError(
-                    f"{self._config.loader} gives this rank no batch; check its filters and limits",
+                    f"{self._config.loader} yields no batch for this rank; check its filters and limits",
                     code="too_few_cuts",
                 )
 

@@ -86,7 +86,7 @@ def join_world(config: TrainConfig) -> Iterator[World]:
         ranks, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), torch.cuda.device_count()
         if gpus < ranks:
             raise ConfigError(
-                f"device: {ranks} ranks on this node need a GPU each, but torch finds {gpus}; use device=cpu",
+                f"device: {ranks} ranks on this node need a GPU each, but torch finds only {gpus}; use device=cpu",
                 code="bad_config_value",
             )
         torch.cuda.set_device(device)

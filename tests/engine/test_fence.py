@@ -80,7 +80,7 @@ class TestForeignFiles:
         path = stage.dir.path / name
         path.parent.mkdir(parents=True)
         path.write_text("mine")
-        with raises(ConfigError, "foreign_output", "sharmill has not written"):
+        with raises(ConfigError, "foreign_output", "sharmill did not write"):
             run(stage, restart=restart)
         assert path.read_text() == "mine"
 

@@ -228,7 +228,7 @@ def test_a_stage_of_failing_units_ends_and_names_them(run, tmp_path):
     stage = ToyStage(tmp_path, units=24, everywhere="raise:no such voice")
     end = run(stage, 2)
     assert "no such voice" in end.message
-    assert "no rank can work on units" in end.message
+    assert "no usable rank is left after failures on units" in end.message
 
 
 def test_a_second_run_adds_ranks_and_both_see_the_end(run, tmp_path, whole):

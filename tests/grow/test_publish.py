@@ -102,14 +102,14 @@ def test_of_two_publishers_at_one_url_one_is_stopped(datasets, tmp_path, kind, m
     with kind() as store:
         finish_other = threading.Barrier(number, action=partial(publish_dataset, other, store.url("x")))
         store.faults = [Fault(key, methods=methods, after=after, times=number, call=finish_other.wait)]
-        with pytest.raises(SharmillError, match=r"already exists|has changed since it was sent"):
+        with pytest.raises(SharmillError, match=r"already exists|has changed since this command"):
             publish_dataset(datasets[0], store.url("x"))
         assert there(store) == snapshot(other)
 
 
 def test_an_object_replaced_before_the_last_check_is_named(datasets, store):
     store.faults = [Fault("dataset.json", methods="PUT", call=lambda: store.put("x/cuts/cuts.000000.jsonl.gz", b"x"))]
-    with raises(FatalError, "disk", "x/cuts/cuts.000000.jsonl.gz has changed since it was sent"):
+    with raises(FatalError, "disk", "x/cuts/cuts.000000.jsonl.gz has changed since this command"):
         publish_dataset(datasets[0], store.url("x"))
 
 
@@ -150,7 +150,7 @@ HAPPENS = {
         ("unfinished", ConfigError, "no_dataset", "is not a finished dataset"),
         ("no permission", FatalError, "disk", "credentials do not allow access"),
         ("no reading", FatalError, "disk", "credentials do not allow access"),
-        ("altered object", FatalError, "disk", "recording.000000.tar has changed since it was sent to the store"),
+        ("altered object", FatalError, "disk", "recording.000000.tar has changed since this command uploaded"),
     ],
 )
 def test_what_cannot_be_published_is_named_and_shows_no_dataset(datasets, store, tmp_path, happens, kind, code, said):

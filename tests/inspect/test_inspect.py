@@ -229,7 +229,7 @@ def test_several_codecs_must_be_told_apart(looked_at):
     [
         ("python:evil:Codec", ("untrusted_model", "python:evil:Codec", "--codec-model c=MODEL")),
         # Names that earlier versions recorded.
-        ("untrained", ("bad_codec", "'c'", "encode with builtin")),
+        ("untrained", ("bad_codec", "'c'", "encode again with the codec builtin")),
     ],
 )
 def test_other_models_named_by_a_dataset_are_not_loaded(model, error):

@@ -125,7 +125,7 @@ def test_an_error_ends_the_training_at_once(example, speech: Path, tmp_path: Pat
 @pytest.mark.parametrize(
     ("override", "told"),
     [
-        ("data_timeout=6", "got no batch in data_timeout: 6 seconds"),
+        ("data_timeout=6", "got no batch within 6 seconds (data_timeout)"),
         ("leave_timeout=3", "got no batch soon after SIGTERM"),
     ],
 )

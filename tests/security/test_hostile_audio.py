@@ -90,7 +90,7 @@ def test_a_reader_decodes_no_samples_without_bytes(bomb, peak, make, load):
 @pytest.mark.parametrize("says", [1.0, 0, "x", -1, [4.0]], ids=str)
 def test_a_reader_decodes_no_more_than_the_recording_says(says):
     second = read_item(metadata(RATE) | {"duration": says}, "flac", odd.container(np.zeros(4 * RATE), RATE, "FLAC"))
-    with pytest.raises(AudioLoadingError, match="the audio has 4 s, but its recording claims"):
+    with pytest.raises(AudioLoadingError, match="the audio lasts 4 s, but its recording states"):
         _decode_recording(second)
     if says == 1.0:
         assert second.load_audio(offset=0.0, duration=0.5).shape == (1, RATE // 2)

@@ -263,7 +263,7 @@ class Recording:
             self._decoder.seek(start)
             self._begin = self._position = start
         elif start < self._begin:
-            raise ValueError(f"sample {start} of {self.source.name} was dropped: read parts in order")
+            raise ValueError(f"sample {start} of {self.source.name} is no longer kept: read parts in ascending order")
         self._kept = self._kept[start - self._begin :]
         self._begin = self._position - len(self._kept)
 

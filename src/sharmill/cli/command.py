@@ -269,7 +269,7 @@ def parse_workers(context: click.Context, parameter: click.Parameter, text: str 
     if text is None or text == "auto":
         return text
     if not text.isdigit() or int(text) == 0:
-        raise ConfigError(f"--workers is {text!r}; use 'auto' or a number of 1 or more", code="bad_usage")
+        raise ConfigError(f"--workers is {text!r}; use 'auto' or an integer of at least 1", code="bad_usage")
     return int(text)
 
 

@@ -300,7 +300,7 @@ def inspect(source: str, cut_id: str | None, shard_index: int | None, folder: Pa
         record = read_dataset(dataset)
         print_json(record)
         print_pairs(dataset_rows(dataset, record))
-        echo(f"sharmill inspect {dataset} --shard 0 lists the cuts of a shard", style="dim")
+        echo(f"to list the cuts of a shard, run sharmill inspect {dataset} --shard 0", style="dim")
 
 
 def _show_shard(directory: Location, shard: ShardRecord) -> None:

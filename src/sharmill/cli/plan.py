@@ -269,8 +269,8 @@ def _print_calibration(found: Calibration) -> None:
     )
     if found.num_partial_groups:
         echo(
-            f"{found.num_partial_groups} groups are too large for the sample and were cut: the shares of contexts and "
-            "of wrong speakers are lower bounds, since a whole group has more candidates"
+            f"{found.num_partial_groups} groups are too large for the sample and were truncated: the shares of "
+            "contexts and of wrong speakers are lower bounds, since a whole group has more candidates"
         )
     if found.advice is not None:
         _print_thresholds(found.advice, are_copies=found.max_similarity is not None)

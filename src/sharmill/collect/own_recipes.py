@@ -113,7 +113,9 @@ def read_fisher(directory: Path, *, remove_noises: bool = False) -> dict[str, An
         for utterance in utterances:
             utterance.text = _clean_fisher(utterance.text)
         num_left = sum(utterance.text in ("", LEFT_OUT) for utterance in utterances)
-        logging.warning("%d utterances are left out: only noises, or uncertain text in (( ))", num_left)
+        logging.warning(
+            "%d utterances are left out, because they contain only noises or uncertain text in (( ))", num_left
+        )
         utterances = [utterance for utterance in utterances if utterance.text]
     names = sorted(recording.id for recording in recordings)
     splits = {name: _FISHER_SPLITS[10 * number // len(names)] for number, name in enumerate(names)}
@@ -155,7 +157,7 @@ def read_hub5(directory: Path, transcript_path: str | None = None) -> dict[str, 
             return prepare_eval2000(directory, scratch, transcript_path, absolute_paths=True)
     files = sorted(directory.rglob("hub5e_00/english/*.sph"))
     if not files:
-        raise ValueError("it has no hub5e_00/english with .sph files")
+        raise ValueError("it has no .sph files in hub5e_00/english")
     utterances = []
     for number, line in enumerate(split_lines(texts.read_text("utf-8")), start=1):
         if line.startswith(";;") or "inter_segment_gap" in line.lower() or not line.strip():

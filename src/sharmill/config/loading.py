@@ -471,7 +471,9 @@ def _with_options(kind: Any, types: dict[str, Any], values: Any, origin: str) ->
     family = _load(registry.load, registry.split(str(name))[0], origin)
     options: dict[str, Any] = family.options() if hasattr(family, "options") else {}
     if taken := sorted(options.keys() & types):
-        raise ConfigError(f"{origin}: the model's option {taken[0]!r} is already a key: rename it", code="bad_plugin")
+        raise ConfigError(
+            f"{origin}: the model's option {taken[0]!r} has the name of another key: rename it", code="bad_plugin"
+        )
     return types | options
 
 

@@ -289,7 +289,7 @@ class Config:
             LookupError: the configuration has no such section, or it is null.
         """
         if (found := self.find(kind)) is None:
-            raise LookupError(f"{self.name} has no section of {kind.__name__}")
+            raise LookupError(f"{self.name} has no section of type {kind.__name__}")
         return found
 
     def with_section(self, section: StageSection) -> "Config":

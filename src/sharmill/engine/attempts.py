@@ -227,7 +227,8 @@ class Attempts:
         units = sorted({note.unit for note in notes} - {SETUP})
         named = f" on units {', '.join(map(str, units))}" if units else ""
         return FatalError(
-            f"{stage}: no rank can work{named}; the last error: {last.message}; see {logs}", code="no_ranks"
+            f"{stage}: no usable rank is left after failures{named}; the last error: {last.message}; see {logs}",
+            code="no_ranks",
         )
 
 

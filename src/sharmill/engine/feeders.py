@@ -338,7 +338,7 @@ class Feeders(Generic[Task, Result]):
         )  # fmt: skip
         self._num_lost = 0 if is_blamed else self._num_lost + 1
         if self._num_lost > _MOST_LOST:
-            raise self._refused(how, "without a current recording")
+            raise self._refused(how, "it was not decoding a recording")
         # If the new feeder cannot start, the old one stays in the list, and the next call of ``listen`` tries again.
         fresh = self._start()
         feeder.line.close()

@@ -223,7 +223,7 @@ def refuse_reservations(root: Path, own: str = "", folders: Collection[str] = (_
         if _is_missing(other.run):
             gone = ", a run directory that no longer exists or is not visible from here"
             if _is_of_here(other):
-                log.warning("%s no longer exists; its reservation %s is removed", other.run, path)
+                log.warning("%s no longer exists; removing its reservation %s", other.run, path)
                 # Remove the staging folders too, so that ranks still running cannot publish.
                 _remove_plans(root, other.id)
                 _keep(root, other.id, ())

@@ -50,7 +50,7 @@ def stage_classes(config: Config) -> dict[str, type[Stage]]:
         return {kind: classes[kind] for kind in TopologicalSorter(before).static_order()}
     except CycleError as error:
         raise ConfigError(
-            f"these stages depend on each other in a circle: {', '.join(error.args[1])}", code="bad_plugin"
+            f"these stages form a dependency cycle: {', '.join(error.args[1])}", code="bad_plugin"
         ) from error
 
 

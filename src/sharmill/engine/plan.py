@@ -296,7 +296,7 @@ def _freeze(stage: StageRun, identity: dict[str, Any], run_id: str) -> tuple[Sta
     foreign = [name for name in names if name != "ranks" and not StageDir(stage.dir.path / name).token_file.exists()]
     if foreign and not stage.dir.token_file.exists():
         raise ConfigError(
-            f"{stage.dir.path} contains {foreign[0]!r}, which sharmill has not written: choose another run_dir, or "
+            f"{stage.dir.path} contains {foreign[0]!r}, which sharmill did not write: choose another run_dir, or "
             "move that file away",
             code="foreign_output",
         )

@@ -143,7 +143,7 @@ class Totals(msgspec.Struct, frozen=True, kw_only=True):
         """Raise FatalError unless every input record was either kept or rejected exactly once."""
         if self.num_in != expected_in or self.num_out + self.num_rejected != self.num_in:
             raise FatalError(
-                f"{stage}: accounts do not add up: {expected_in} records planned, {self.num_in} read, "
+                f"{stage}: record counts do not add up: {expected_in} planned, {self.num_in} read, "
                 f"{self.num_out} kept, {self.num_rejected} rejected",
                 code="accounts",
             )

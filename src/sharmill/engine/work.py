@@ -165,8 +165,8 @@ class _Worker:
         first = create_once(self._stage.ranks.device_kind, kind.encode()).decode(errors="replace")
         if first != kind:
             raise self._setup_error(
-                f"the stage was started on {first}, and this device, {kind}, gives different bits; use the same kind "
-                "of device, or start the stage over with --restart",
+                f"the stage was started on {first}, and this device, {kind}, produces different bits; use the same "
+                "kind of device, or start the stage over with --restart",
                 "other_device",
             )
 
@@ -231,7 +231,7 @@ class _Worker:
         record.units_done += 1
         record.cost_done += unit.cost
         self._metrics.commit(unit, commit)
-        log.info("unit %d is done in %.1f s: %d out, rejects %s", unit.index, commit.seconds, commit.num_out,
+        log.info("unit %d finished in %.1f s: %d kept, rejected: %s", unit.index, commit.seconds, commit.num_out,
                  commit.rejects)  # fmt: skip
 
     def _end(self, unit: int, generation: int, kind: NoteKind, message: str, traceback: str = "") -> None:
@@ -327,7 +327,7 @@ class _Worker:
         except SharmillError as failed:
             if self._rank.is_replaced:
                 # An error that is not a SharmillError tells the supervisor that this rank has not noted why it ended.
-                raise OSError(f"the error of the rank cannot be noted: {failed}") from failed
+                raise OSError(f"cannot record the rank's error: {failed}") from failed
             log.warning("%s", failed)
 
 
@@ -355,8 +355,8 @@ def scratch_folder(scratch: str | None) -> Path | None:
     if not path.is_absolute() or not path.is_dir():
         host = socket.gethostname()
         raise DeviceError(
-            f"executor.scratch {scratch} is not a folder on {host} (it stands for {path}); name a folder that every "
-            "node has",
+            f"executor.scratch {scratch} is not a folder on {host} (expanded: {path}); name a folder that exists on "
+            "every node",
             place=host,
             code="disk",
         )

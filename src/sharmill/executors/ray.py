@@ -288,7 +288,7 @@ class _Actors:
                 continue
             # Check the plan here, because a rank cannot tell a replaced plan from a disk that is missing on its node.
             require_current(self.stage)
-            log.error("rank %d is given up, and its place is kept occupied: %s", number, error)
+            log.error("rank %d is given up, and its place in the cluster stays occupied: %s", number, error)
             self.given_up[str(error)] = error
             self.watcher.given_up = list(self.given_up)
             self.holding[actor.hold_place.remote()] = number, actor

@@ -218,7 +218,7 @@ class NemoTarred(Export):
         if extension.lower() not in _FORMATS:
             raise ConfigError(
                 f"the audio of the cut {cut_id} is .{extension}, which NeMo does not read from tars: first convert "
-                "these shards to a dataset of FLAC, with a source of type lhotse_shar",
+                "these shards to a FLAC dataset, with a source of type lhotse_shar",
                 code="unsupported_format",
             )
         name = _NOT_IN_NAMES.sub("_", cut_id)

@@ -260,7 +260,8 @@ class Cache:
                 total -= size
         if total > self.max_bytes:
             raise FatalError(
-                f"the files in use in {self.folder} have {total:,} bytes, {_MORE.format(self.max_bytes)}", code="disk"
+                f"the files in use in {self.folder} take up {total:,} bytes, {_MORE.format(self.max_bytes)}",
+                code="disk",
             )
 
     def _files(self) -> Iterator[tuple[Path, os.stat_result]]:

@@ -192,7 +192,7 @@ class StoreClient(Client):
         self._copy(url, stream, path, max_bytes)
         after, size = self.version(url), path.stat().st_size
         if before != after:
-            raise PassingError(ConnectionError(f"{url} was changed while it was copied"))
+            raise PassingError(ConnectionError(f"{url} changed while it was being copied"))
         if size != after.size:
             what = f"{url} was cut off {TRIES} times: {size:,} of {after.size:,} bytes arrived"
             raise PassingError(RejectRecord("unreadable_audio", what))

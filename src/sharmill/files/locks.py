@@ -173,7 +173,7 @@ class FolderLock:
         if not self._file.exists():
             raise FatalError(
                 f"{self._file} is gone: another process took over the lock, because this one sent no heartbeat for "
-                f"{self._lease_seconds:g} s, or somebody removed it; make sure that no other process works in "
+                f"{self._lease_seconds:g} s, or somebody removed it; make sure that no other process is working in "
                 f"{self.path.parent}, then run the same command again",
                 code="locked",
             )
@@ -201,7 +201,7 @@ class FolderLock:
             file, (owner, is_alive) = next(iter(others.items()), (self._file, (None, False)))
             if waited >= seconds and (is_alive or (others and not outwaits_silent)):
                 raise ConfigError(
-                    f"another sharmill process works in {self.path.parent}: {owner} (lock: {file}); "
+                    f"another sharmill process is working in {self.path.parent}: {owner} (lock: {file}); "
                     "wait for it, or end it first",
                     code="locked",
                 )
@@ -225,7 +225,7 @@ class FolderLock:
             if file == self._file:
                 continue
             if owner.is_known_dead() or (not owner.is_here and now - since >= owner.lease_seconds):
-                log.info("%s: its owner has ended: %s", self.path, owner)
+                log.info("the owner of the lock %s has ended: %s", self.path, owner)
                 file.unlink(missing_ok=True)
             else:
                 others[file] = owner, is_alive

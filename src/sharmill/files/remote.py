@@ -122,7 +122,7 @@ def _explain_error(url: str, error: Exception) -> Exception:
     status = next((code for code in codes if isinstance(code, int)), None)
     if "Credentials" in kind:
         return ConfigError(
-            f"{url} needs credentials ({error}); set them where its client looks for them", code="missing_input"
+            f"{url} needs credentials ({error}); set them where the store's client looks for them", code="missing_input"
         )
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
         return error

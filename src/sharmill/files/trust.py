@@ -89,13 +89,15 @@ def require_private(folder: Path) -> None:
             is_shared, owners = _is_shared(status, writers), {os.geteuid(), 0}
         if is_shared or status.st_uid not in owners:
             raise ConfigError(
-                f"{folder} is not private: other users may write to {path}, or own it; run chmod go-w or chown on it",
+                f"{folder} is not private: another user owns {path} or may write to it; run chown or chmod go-w on it",
                 code="foreign_output",
             )
     for path in folder.iterdir():
         status = path.lstat()
         if status.st_uid != os.geteuid() or stat.S_ISLNK(status.st_mode):
-            raise ConfigError(f"{path} is a link or another user's; remove it from {folder}", code="foreign_output")
+            raise ConfigError(
+                f"{path} is a link or belongs to another user; remove it from {folder}", code="foreign_output"
+            )
 
 
 def make_private_folder(path: Path) -> None:

@@ -174,7 +174,7 @@ def require_distinct_ids(parts: Sequence[SourceDataset]) -> None:
                 where = f"in {seen[cut_id]} and in {part.directory}" if seen[cut_id] != part.directory else ""
                 raise ConfigError(
                     f"duplicate cut {cut_id}: {where or f'in {part.directory}'}; every cut of a dataset needs its own "
-                    "id: leave one of the datasets out, or make it again without these records",
+                    "id: leave one of the datasets out, or rebuild one without these records",
                     code="duplicate_cut",
                 )
             seen[cut_id] = part.directory

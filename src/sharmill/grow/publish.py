@@ -152,8 +152,8 @@ def _foreign(url: str) -> ConfigError:
 
 def _changed(url: str) -> FatalError:
     return FatalError(
-        f"{url} has changed since it was sent to the store or found there: make sure that nothing else publishes to "
-        "this URL, and run the same command again",
+        f"{url} has changed since this command uploaded or checked it: make sure that nothing else publishes to this "
+        "URL, and run the same command again",
         code="disk",
     )
 

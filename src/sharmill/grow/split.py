@@ -170,7 +170,8 @@ def _speaker(cut_id: str, speaker: str | int | None) -> str:
         name = None if is_missing(tag.speaker) else f"{tag.dataset} {tag.speaker}"
     if not name:
         raise ConfigError(
-            f"the cut {cut_id} has no speaker, so it cannot be split by speaker; add a speaker to every record",
+            f"the cut {cut_id} has no speaker, so the dataset cannot be split by speaker; add a speaker to every "
+            "record",
             code="no_speaker",
         )
     return name

@@ -345,10 +345,11 @@ def find_recorded_codec(
         ConfigError: the user names no model, and the dataset's model is not sharmill's own or was removed; or the model
             cannot be loaded, for a reason that shows without loading it.
     """
-    hint = f"(give the model with --codec-model {record.name}=MODEL)"
+    hint = f"(name the model with --codec-model {record.name}=MODEL)"
     if given is None and record.model == "untrained":
         raise ConfigError(
-            f"the codes {record.name!r} were made by an untrained codec, which was removed: encode with builtin",
+            f"the codes {record.name!r} were made by an untrained codec, which no longer exists: encode again with "
+            "the codec builtin",
             code="bad_codec",
         )
     if given is None and record.model != "builtin":
@@ -385,7 +386,7 @@ def load_recorded_codec(
     if codec.checksum != record.checksum:
         raise ConfigError(
             f"{name} has the checksum {codec.checksum}, but the codes {record.name!r} were made by a model with "
-            f"{record.checksum}: give that model with --codec-model {record.name}=MODEL",
+            f"{record.checksum}: pass that model with --codec-model {record.name}=MODEL",
             code="bad_codec",
         )
     for fact in ("sampling_rate", "samples_per_frame", "num_codebooks", "codebook_size"):
@@ -405,7 +406,7 @@ def _load_model(
     """Load a model and set the precision of its ``method``; raise ConfigError if it lacks a part of its protocol."""
     model = _find_model(registry, name, options).load(device)
     if missing := [part for part in (*protocol.__annotations__, method) if not hasattr(model, part)]:
-        raise ConfigError(f"the {registry.kind} {name!r} has no {' and no '.join(missing)}", code="bad_plugin")
+        raise ConfigError(f"the {registry.kind} {name!r} lacks {' and '.join(missing)}", code="bad_plugin")
     if precision != "fp32":
         setattr(model, method, with_precision(getattr(model, method), device, precision))
     return model

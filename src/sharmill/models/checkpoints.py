@@ -129,7 +129,8 @@ def read_nemo_config(path: Path, allow_targets: Collection[str] = ()) -> dict[st
         if name not in allow_targets and str(value) not in allow_targets and (what := _find_fault(name, value)):
             raise ConfigError(
                 f"{path} is not loaded, because {key} in its configuration is {str(value)[:200]!r}, {what}; "
-                "if you trust the model, add this value or key to allow_targets beside its name in the configuration",
+                "if you trust the model, add this value or key to allow_targets next to the model's name in the "
+                "configuration",
                 code="untrusted_model",
             )
     return config
@@ -199,11 +200,13 @@ def check_transformers_config(path: Path) -> None:
     model_type = config.get("model_type") if isinstance(config, dict) else None
     if model_type not in TRANSFORMERS_TYPES:
         raise ConfigError(
-            f"{path} contains a model of type {model_type!r}: supported are {', '.join(TRANSFORMERS_TYPES)}",
+            f"{path} contains a model of type {model_type!r}; supported types: {', '.join(TRANSFORMERS_TYPES)}",
             code="bad_model",
         )
     if problem := problem or _find_external_file(config):
-        raise ConfigError(f"{path} is not loaded: {problem}; remove that if you trust the rest", code="untrusted_model")
+        raise ConfigError(
+            f"{path} is not loaded: {problem}; remove this if you trust the rest of the model", code="untrusted_model"
+        )
     named = [path / name for index in sorted(path.rglob("*.index.json")) for name in _indexed_weights(index)]
     for weights in sorted({*path.rglob("*.bin"), *named}):
         if weights.is_file():

@@ -110,7 +110,7 @@ class CodecBackend(CodecSpec, ABC):
             )
         lengths = num_frames.tolist()
         if lengths and not 0 <= min(lengths) <= max(lengths) <= codes.shape[2]:
-            raise ValueError(f"num_frames must be within 0 and {codes.shape[2]}, the length of the padded codes")
+            raise ValueError(f"num_frames must be between 0 and {codes.shape[2]}, the length of the padded codes")
         audio = torch.zeros(len(codes), max(lengths, default=0) * self.samples_per_frame * rate // self.sampling_rate)
         for row, item, length in zip(audio, codes.long(), lengths, strict=True):
             if length:
@@ -123,7 +123,7 @@ class CodecBackend(CodecSpec, ABC):
         """Return the audio (samples,) of codes (codebooks, frames)."""
         low, high = int(codes.min()), int(codes.max())
         if low < 0 or high >= self.codebook_size:
-            raise ValueError(f"codes from {low} to {high} lie outside the codebook of {self.codebook_size}")
+            raise ValueError(f"codes range from {low} to {high}, but the codebook has {self.codebook_size} entries")
         missing = _MIN_DECODED_FRAMES - codes.shape[1]
         if missing > 0:
             codes = torch.cat([codes, codes[:, -1:].expand(-1, missing)], dim=1)

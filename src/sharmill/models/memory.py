@@ -295,7 +295,7 @@ def require_room(model: Codec | SpeakerEncoder, device: str, batch_seconds: floa
     if needed > memory:
         raise ConfigError(
             f"{key} is {batch_seconds:g}: a batch takes about {needed / 2**30:.1f} GiB, but the device has "
-            f"{memory / 2**30:.1f}; set it to {_USABLE_SHARE * memory / bytes_per_second:.0f} or less",
+            f"{memory / 2**30:.1f} GiB; set {key} to {_USABLE_SHARE * memory / bytes_per_second:.0f} or less",
             code="out_of_memory",
         )
     return memory / max(1.0, bytes_per_second)

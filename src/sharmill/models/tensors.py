@@ -95,7 +95,7 @@ def require_whole(name: str, missing: Iterable[str]) -> None:
     """Raise ConfigError if weights of a model are missing from its checkpoint."""
     if names := sorted(missing):
         raise ConfigError(
-            f"{name} is incomplete: {len(names)} weights are missing, the first is {names[0]}", code="bad_model"
+            f"{name} is incomplete: {len(names)} weights are missing, such as {names[0]}", code="bad_model"
         )
 
 
@@ -113,7 +113,7 @@ def move_batch(audio: Tensor, num_samples: Tensor, device: torch.device) -> tupl
             f"and {tuple(num_samples.shape)}"
         )
     if num_samples.numel() and not 0 <= int(num_samples.min()) <= int(num_samples.max()) <= audio.shape[1]:
-        raise ValueError(f"num_samples must be within 0 and {audio.shape[1]}, the length of the padded audio")
+        raise ValueError(f"num_samples must be between 0 and {audio.shape[1]}, the length of the padded audio")
     num_samples = num_samples.to("cpu", torch.int64)
     return audio.to(device, non_blocking=True), num_samples.to(device, non_blocking=True), num_samples
 

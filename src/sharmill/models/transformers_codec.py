@@ -146,7 +146,7 @@ def _from_pretrained(source: str, name: str, *, local_files_only: bool) -> Any:
     config = AutoConfig.from_pretrained(source, local_files_only=local_files_only)
     if config.model_type not in TRANSFORMERS_TYPES:
         raise ConfigError(
-            f"{name} is a model of type {config.model_type!r}: supported are {', '.join(TRANSFORMERS_TYPES)}",
+            f"{name} is a model of type {config.model_type!r}; supported types: {', '.join(TRANSFORMERS_TYPES)}",
             code="bad_model",
         )
     model, report = AutoModel.from_pretrained(

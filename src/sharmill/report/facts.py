@@ -407,7 +407,8 @@ def _read_stage(stage: StageRun, measures: CutMeasures, voices: list[tuple[str, 
         if stage.kind == "write":
             if "cuts" not in commit.stats:
                 raise ConfigError(
-                    "a commit of write lacks measures of its cuts: name the dataset instead of the run directory",
+                    "a commit of the stage write lacks the measures of its cuts: name the dataset instead of the run "
+                    "directory",
                     code="damaged_run_dir",
                 )
             measures.add(CutMeasures.unpack(commit.stats["cuts"]))

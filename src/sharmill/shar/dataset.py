@@ -180,7 +180,7 @@ class ShardedDataset:
             if len(files) != len(shards):
                 raise FatalError(
                     f"{self.directory} now has {len(shards)} shards, but {fields[0].name if fields else 'codes'} has "
-                    f"{len(files)}: shards were appended meanwhile; start over with --restart",
+                    f"{len(files)}: shards were appended in the meantime; start over with --restart",
                     code="changed_input",
                 )
             added = [

@@ -130,7 +130,7 @@ def find_shards(directory: Path, *, complete: bool = True) -> list[ShardRecord]:
     for field, files in fields.items() if complete else ():
         if odd := sorted(files.keys() ^ fields[CUTS].keys()):
             has, lacks = (field, CUTS) if odd[0] in files else (CUTS, field)
-            raise ConfigError(f"{directory}: {has} has a shard {odd[0]}, but {lacks} does not", code="bad_layout")
+            raise ConfigError(f"{directory}: {has} has shard {odd[0]}, but {lacks} does not", code="bad_layout")
     return [
         ShardRecord(
             index=index,
@@ -205,7 +205,7 @@ def parse_codec_facts(text: str) -> CodecFacts:
     unknown = sorted(values.keys() - set(CodecFacts.__struct_fields__) | values.keys() & {"name"})
     if not name or "=" in name or unknown:
         known = ", ".join(key for key in CodecFacts.__struct_fields__ if key != "name")
-        raise ConfigError(f"--codec {text}: write NAME,KEY=VALUE,... with keys among {known}", code="bad_codec")
+        raise ConfigError(f"--codec {text}: use the form NAME,KEY=VALUE,...; valid keys: {known}", code="bad_codec")
     try:
         return msgspec.convert({"name": name, **values}, CodecFacts, strict=False)
     except msgspec.ValidationError as error:
@@ -255,7 +255,7 @@ def rebuild_index(directory: Path, facts: Sequence[CodecFacts] = (), *, name: st
     codecs = [_codec(codec, seen[codec], facts, old, inferred) for codec in sorted(seen)]
     if unused := sorted({fact.name for fact in facts} - set(seen)):
         raise ConfigError(
-            f"--codec {unused[0]}: no codes have this name, only {', '.join(seen) or 'none'}",
+            f"--codec {unused[0]}: no codes have this name; names of the codes: {', '.join(seen) or 'none'}",
             code="unknown_codec",
         )
     formats, rates = {extension for extension, _ in audio}, {rate for _, rate in audio}
@@ -346,7 +346,7 @@ def _codec(
     before = next((codec for codec in old.codecs if codec.name == name), None) if old else None
     if given is None and before is not None:
         return before
-    how = f"give it with --codec {name},KEY=VALUE,..."
+    how = f"pass the values with --codec {name},KEY=VALUE,..."
     if len(seen.num_codebooks) != 1 or 0 in seen.num_codebooks or len(seen.frame_shifts) > 1:
         found = f"{sorted(seen.num_codebooks)} codebooks and frames of {sorted(seen.frame_shifts)} s"
         raise ConfigError(f"the codes of {name!r} have {found}: they are not from one codec", code="bad_codec")
@@ -365,7 +365,7 @@ def _codec(
     wanted = {"codebook_size": given.codebook_size, "sampling_rate": rate, "samples_per_frame": samples}
     known = {key: value for key, value in wanted.items() if value is not None}
     if unknown := [key for key in wanted if key not in known]:
-        raise ConfigError(f"the files do not contain {', '.join(unknown)} of {name!r}: {how}", code="bad_codec")
+        raise ConfigError(f"the files do not state {', '.join(unknown)} of {name!r}: {how}", code="bad_codec")
     return CodecRecord(
         name=name, model=given.model, checksum=given.checksum, trained=given.trained,
         num_codebooks=seen.num_codebooks.pop(), codebook_size=known["codebook_size"],

@@ -167,7 +167,8 @@ def walk_files(root: Path, suffixes: Iterable[str]) -> Iterator[tuple[str, list[
         except PermissionError as error:
             if not folder:
                 raise ConfigError(
-                    f"cannot list {root}: permission denied; allow it, or name another folder", code="missing_input"
+                    f"cannot list {root}: permission denied; make it readable, or name another folder",
+                    code="missing_input",
                 ) from error
             yield folder, None
             continue

@@ -24,8 +24,8 @@ _MAX_LINE_BYTES: Final = 64 << 20
 # Tables with these delimiters usually have no quoting.
 _UNQUOTED: Final = "\t|"
 _QUOTED: Final = (
-    'cells look like quoted CSV, with "" inside quotes, and are kept unchanged; set quotes of the source to true if '
-    "the table is quoted, or to false if it is not"
+    'cells look like quoted CSV, with "" inside quotes, and are kept unchanged; set the source\'s key quotes to true '
+    "if the table is quoted, or to false if it is not"
 )
 # Excel's optional first line, which names the delimiter.
 _SEPARATOR: Final = re.compile(rb"(?:\xef\xbb\xbf)?sep=(.)\r?\n")
@@ -188,7 +188,7 @@ class TableSource(LineSource, EncodedSource, ColumnSource):
                             or (self.quotes is None and any(self.delimiter in cell for cell in over_lines))
                         ):
                             raise csv.Error(
-                                "a quoted cell spans lines, and may have swallowed rows; set quotes of the source "
+                                "a quoted cell spans lines, and may have swallowed rows; set the source's key quotes "
                                 "to false if quotes are ordinary characters, or to true if such cells are correct"
                             )
                         begin = stream.tell()

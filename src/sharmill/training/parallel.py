@@ -225,7 +225,9 @@ def _worker_processes(fn: Callable[[T], R], num_workers: int) -> Iterator[Callab
             good, value, trace = worker.receive()
         except ChildEnded as error:
             name = repr(item.id) if hasattr(item, "id") else reprlib.repr(item)
-            raise FatalError(f"a worker process of parallel_map {error}, at {name}", code="process_ended") from None
+            raise FatalError(
+                f"a worker process of parallel_map {error} while it processed {name}", code="process_ended"
+            ) from None
         finally:
             free.put(worker)
         if good:

@@ -297,7 +297,7 @@ def take_back_commits(config: Config, report: Report, stages: Sequence[str]) -> 
         # Look for working ranks separately, since they do not hold the lock.
         if live := find_workers(run_dir):
             raise ConfigError(
-                f"{describe_workers(live)} at work on this run: wait until it ends, or end it with sharmill "
+                f"this run is in use by {describe_workers(live)}: wait until it ends, or stop it with sharmill "
                 f"cancel {run_dir.path}",
                 code="locked",
             )

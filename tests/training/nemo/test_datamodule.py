@@ -232,7 +232,7 @@ def test_another_order_of_the_data_is_refused_and_none_is_told(train):
     fresh = {"data.train_ds.resumable": False}
     train(1, 3, changes=fresh)
     printed, batches = train(1, 6)
-    assert "the checkpoint has no position in the training data" in printed
+    assert "the checkpoint stores no position in the training data" in printed
     assert [batch["step"] for batch in batches] == [4, 5, 6]
     printed, batches = train(1, 9, changes={"data.train_ds.shard_seed": 43})
     assert "ConfigError: the saved state and this reader differ in seed: 42 and 43" in printed

@@ -119,10 +119,10 @@ class ClusterProfile:
         keys = [key.name for key in fields(RankProfile)]
         for stage, own in self.stages.items():
             if stage not in (names := [*STAGES.names(), DRIVER]):
-                raise ValueError(f"stages has no '{stage}'{nearest(stage, names)}")
+                raise ValueError(f"stages: unknown stage '{stage}'{nearest(stage, names)}")
             for key in own:
                 if key not in keys:
-                    raise ValueError(f"stages.{stage} has no '{key}'{nearest(key, keys)}")
+                    raise ValueError(f"stages.{stage}: unknown key '{key}'{nearest(key, keys)}")
             try:
                 resource: Resource = "cpu" if stage == DRIVER else STAGES.load_class(stage).resource
                 profiles[f"stages.{stage}"] = self.for_stage(stage, resource)

@@ -103,7 +103,7 @@ def queued_jobs(
         raise ConfigError(
             f"the run waits for its jobs on the cluster {given.cluster}, but this machine belongs to "
             f"{here or 'no cluster'}: end the run there with sharmill cancel {run_dir.path}; if you know that no job "
-            "is left there, continue here with sharmill submit or sharmill run and --take-over",
+            "is left there, continue here with sharmill submit --take-over or sharmill run --take-over",
             code="jobs_elsewhere",
         )
     return []

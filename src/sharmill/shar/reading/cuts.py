@@ -47,7 +47,7 @@ def read_cut(values: dict[str, Any]) -> Cut:
     """
     if values.get("type") != "MonoCut" or not (_CUT_NEEDS <= values.keys() <= _CUT_KEYS):
         if values.get("type") not in ("MonoCut", "MultiCut", "MixedCut", "Cut"):
-            raise ValueError(f"its type is {values.get('type')!r}")
+            raise ValueError(f"its type is {values.get('type')!r}, which is not a type of cut")
         _require_safe(values)
         return deserialize_item(values)
     recording = values.get("recording")
@@ -183,9 +183,9 @@ def _fill(manifest: Any, extension: str, data: bytes) -> Any:
         # Transforms may change the duration of a recording.
         manifest.sources = [_memory_source(source.channels, data, None if manifest.transforms else manifest.duration)]
     elif not isinstance(manifest, (Array, TemporalArray, Features)):
-        raise ValueError(f"a {type(manifest).__name__} is not read")
+        raise ValueError(f"a {type(manifest).__name__} cannot be read")
     elif extension not in STORAGE_TYPES:
-        raise ValueError(f"arrays in the format {extension!r} are not read")
+        raise ValueError(f"arrays in the format {extension!r} cannot be read")
     else:
         stored = manifest.array if isinstance(manifest, TemporalArray) else manifest
         stored.storage_type, stored.storage_key = STORAGE_TYPES[extension], data

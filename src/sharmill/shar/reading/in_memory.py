@@ -94,7 +94,7 @@ def check_claims(data: bytes, claimed: float | None, wanted: float | None = None
     if num_samples * channels > max(SAMPLES_IN_ANY_SIZE, len(data) * MAX_SAMPLES_PER_BYTE):
         raise AudioLoadingError(f"{len(data)} bytes are too few for {num_samples} samples of speech")
     if wanted is None and claimed is not None and num_samples / rate > claimed + _SECONDS_TOO_LONG:
-        raise AudioLoadingError(f"the audio has {num_samples / rate:g} s, but its recording claims {claimed:g} s")
+        raise AudioLoadingError(f"the audio lasts {num_samples / rate:g} s, but its recording states {claimed:g} s")
 
 
 @dataclass(eq=False)
@@ -128,7 +128,7 @@ class TimeLastArray(_EqualToLhotses, TemporalArray):
         array = self.array.load()
         offset = 0.0 if start is None else start - self.start
         if offset < -1e-5:
-            raise ValueError(f"the array begins at {self.start} s, after {start} s")
+            raise ValueError(f"the array begins at {self.start} s, after the requested start {start} s")
         frames = offset / self.frame_shift
         first = math.floor(frames + 0.5)
         if first == array.shape[-1] and frames < first - _TOLERANCE:

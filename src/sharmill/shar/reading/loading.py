@@ -157,7 +157,8 @@ def load_states(readers: Sequence[SharReader], state: Mapping[str, Any]) -> None
     states = state.get("readers", ())
     if len(states) != len(readers):
         raise ConfigError(
-            f"the state has {len(states)} datasets or sources, but there are {len(readers)}", code="wrong_state"
+            f"the state was saved with {len(states)} datasets or sources, but there are now {len(readers)}",
+            code="wrong_state",
         )
     for reader, known in zip(readers, states, strict=True):
         reader.load_state_dict(known)

@@ -91,7 +91,7 @@ def open_shard_source(
     if isinstance(directory, RemoteLocation):
         if sidecars is not None:
             raise ConfigError(
-                f"shuffle='global' reads single cuts, but from {directory} only whole shards are copied: use "
+                f"shuffle='global' reads single cuts, but only whole shards can be copied from {directory}: use "
                 "shuffle=True, or copy the dataset to a disk",
                 code="bad_config_value",
             )

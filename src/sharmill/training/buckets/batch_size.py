@@ -393,7 +393,8 @@ def search(
         found[bucket] = _largest(fits, bucket, known, max_batch_size, tolerance)
         if not found[bucket]:
             raise FatalError(
-                f"not even one item of {bucket} fits; exclude long items, use a smaller model, or allow more memory",
+                f"not even one item of bucket {bucket} fits into memory; exclude long items, use a smaller model, or "
+                "allow more memory",
                 code="out_of_memory",
                 details=error_details(),
             )

@@ -209,7 +209,7 @@ def report_bins(lengths: Lengths, options: BinsOptions, *, measure_total_length:
     else:
         if lengths.tokens is None:
             raise ConfigError(
-                "sub-buckets need the number of text tokens, but no cut has text: remove the option",
+                "sub-buckets need the number of text tokens, but no cut has text: remove the option for sub-buckets",
                 code="too_few_cuts",
             )
         bins = estimate_bins_2d(

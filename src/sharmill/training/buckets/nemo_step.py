@@ -92,7 +92,7 @@ class NemoStep:
         refuse(
             (not hasattr(kind, "oomptimizer_schema"),
              f"{kind.__name__} has no oomptimizer_schema, which describes the inputs of its training step: write your "
-             "own step, and give it as --step"),
+             "own step, and pass it with --step"),
             code="bad_model",
         )  # fmt: skip
         letters = getattr(getattr(self._model, "decoder", None), "vocabulary", None)
@@ -145,7 +145,7 @@ class NemoStep:
             return labels
         raise ConfigError(
             f"{self._name} takes {type(kind).__name__}, for which sharmill cannot build a batch: write your own step, "
-            "and give it as --step",
+            "and pass it with --step",
             code="bad_model",
         )
 

@@ -138,7 +138,9 @@ def collate(batch: Sequence[Mapping[str, Any]], num_frames: int | None = None) -
         return made
     if len(labels) < len(batch):
         without = next(example["key"] for example in batch if "label" not in example)
-        raise ConfigError(f"{without!r} has no label, but other examples of its batch have", code="bad_config_value")
+        raise ConfigError(
+            f"{without!r} has no label, but other examples of its batch have one", code="bad_config_value"
+        )
     target = torch.nn.utils.rnn.pad_sequence(labels, batch_first=True, padding_value=LABEL_PADDING)
     lengths = torch.tensor([len(label) for label in labels], dtype=torch.int32)
     return made | {"target": target, "target_lengths": lengths}

@@ -195,7 +195,7 @@ def _as_entries(section: Settings) -> list[Settings]:
         )  # fmt: skip
         return []
     if weights is not None:
-        log.warning("bucketing_weights: %s are used as the numbers of passes over each manifest in an epoch", weights)
+        log.warning("bucketing_weights: %s are used as the number of passes over each manifest per epoch", weights)
     entry: Settings = {"type": kind} | {name: paths[name] for name in names if name in paths}
     for name, value in entry.items():
         if name in TARRED and isinstance(value, str) and "," in value and "{" not in value:

@@ -89,8 +89,8 @@ class DataModule(speechlm2.DataModule):
         state = self.state_dict()
         if not state and self.trainer.global_step > 0:
             log.warning(
-                "the checkpoint has no position in the training data, because it was saved without resumable: true or "
-                "after an error on one of several ranks: the data start from the beginning"
+                "the checkpoint stores no position in the training data, because it was saved without resumable=true "
+                "or after an error on one of several ranks; reading starts from the beginning of the data"
             )
         self._batches = _Batches(
             get_dataloader(

@@ -95,7 +95,11 @@ def read_sharmill(entry: DictConfig) -> tuple[CutSet, bool]:
     check_entry(options, {})
     for key, default in {"text_field": "text", "lang_field": "lang"}.items():
         if (field := options.get(key, default)) != default:
-            log.warning("%s: %s has no effect on type sharmill, which uses text and language of prepare", key, field)
+            log.warning(
+                "%s: %s has no effect on type sharmill, which uses the text and language that prepare stored",
+                key,
+                field,
+            )
     open_reader = partial(
         _open_dataset,
         options["dataset"],

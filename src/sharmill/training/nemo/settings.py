@@ -156,7 +156,7 @@ def check_types(section: Settings) -> None:
         ConfigError: a value is missing (``???``), has the wrong type, or is out of range.
     """
     if missing := OmegaConf.missing_keys(section):
-        raise ConfigError(f"{min(missing)} is ???: set it", code="missing_key")
+        raise ConfigError(f"{min(missing)} has no value (???): set it", code="missing_key")
     schema = loader_schema()
     for key in [key for key in section if key in schema and key not in _UNTYPED]:
         try:

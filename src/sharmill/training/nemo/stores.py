@@ -47,9 +47,7 @@ def version_of(url: str) -> Version:
 def refuse_command(source: Any) -> None:
     """Raise ConfigError if audio is a command: NeMo accepts pipe:// URLs in manifests, and lhotse would run them."""
     if isinstance(source, str) and source.startswith("pipe:"):
-        raise ConfigError(
-            f"audio of the data is a command, which is not run: {source!r}; name a file", code="bad_manifest"
-        )
+        raise ConfigError(f"the audio is a command, which is not run: {source!r}; name a file", code="bad_manifest")
 
 
 def _ask(url: str, call: Callable[[RemoteLocation], Any]) -> Any:

@@ -1,6 +1,6 @@
-"""Parquet and Arrow files: their columns, read one row group or record batch at a time.
+"""Reading of Parquet and Arrow files, one row group or record batch at a time.
 
-The format is detected from the content, whatever the name. pyarrow is imported when a file is opened.
+The format is detected from the content, not from the file name. pyarrow is imported only when a file is opened.
 """
 
 from __future__ import annotations
@@ -23,28 +23,28 @@ if TYPE_CHECKING:
 
 _OPEN_FILES: Final = 8
 _DECRYPT: Final = "store it without encryption, and name that file"
-# Held while a group is read: another thread that asks meanwhile probably wants the same group.
+# This lock is held while a group is read. A thread that waits for it probably needs the same group, which is cached.
 _reading: Final = Lock()
 # Errors that pyarrow raises for damaged files; ArrowInvalid is a ValueError.
 _DAMAGE: Final = (OSError, ValueError, NotImplementedError, KeyError, IndexError)
 
 
 class UnreadableRows(Exception):
-    """A parquet or Arrow file, or a group of its rows, cannot be read; the message says why."""
+    """A Parquet or Arrow file, or a group of its rows, cannot be read; the message says why."""
 
 
 class RowFile:
-    """An open parquet or Arrow file; its groups are row groups or record batches.
+    """An open Parquet or Arrow file. Its groups are row groups (Parquet) or record batches (Arrow).
 
     Args:
         schema: the schema of the columns.
         group_sizes: the number of rows in each group.
         read: a function (group, columns) -> table.
-        metadata: the metadata of a parquet file; None for Arrow.
+        metadata: the metadata of a Parquet file; None for Arrow.
 
     Attributes:
         is_mapped: True for an Arrow file, whose rows can be read one by one.
-        starts: the number of the first row of each group, then the number of rows in the file.
+        starts: the number of the first row of each group, followed by the number of rows in the file.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class RowFile:
         self._lock = Lock()
 
     def read(self, group: int, columns: list[str]) -> pa.Table:
-        """Return columns of a group; ``audio.bytes`` names one field of a column of structs.
+        """Return columns of a group. A name such as ``audio.bytes`` selects one field of a struct column.
 
         Raises:
             UnreadableRows: the group is damaged or encrypted.
@@ -72,7 +72,7 @@ class RowFile:
             raise UnreadableRows(f"its rows cannot be read: {one_line(error)}") from error
 
     def audio_bytes(self, column: str) -> str | None:
-        """Return the name by which to read the bytes of a column, such as ``audio.bytes``; None if it has none."""
+        """Return the name by which ``read`` knows the bytes of a column, such as ``audio.bytes``; None without bytes."""
         from pyarrow import types
 
         kind = self.schema.field(column).type
@@ -81,13 +81,13 @@ class RowFile:
         return None if types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind) else column
 
     def num_nulls(self, group: int, column: str) -> int | None:
-        """Return the number of nulls in a column or one of its fields; None if the file does not state it."""
+        """Return the number of nulls in a column (or a field of it) of a group; None if the file does not state it."""
         chunk = next((chunk for chunk in self._chunks(group) if chunk.path_in_schema == column), None)
         statistics = None if chunk is None else chunk.statistics
         return statistics.null_count if statistics is not None and statistics.has_null_count else None
 
     def num_bytes(self, group: int, column: str) -> int:
-        """Return the memory in bytes that a column of a group takes; 0 for a mapped file."""
+        """Return the memory that a column of a group takes, in bytes; 0 for a mapped file."""
         own = (chunk for chunk in self._chunks(group) if chunk.path_in_schema.partition(".")[0] == column)
         return sum(chunk.total_uncompressed_size for chunk in own)
 
@@ -105,10 +105,10 @@ def _select(batch: pa.RecordBatch, columns: list[str]) -> pa.Table:
 
 
 def open_rows(path: Path) -> RowFile:
-    """Open a parquet or Arrow file; the files opened last are kept open and returned again.
+    """Open a Parquet or Arrow file. The most recently used files stay open and are reused.
 
     Raises:
-        UnreadableRows: the file is missing, encrypted, truncated, or neither parquet nor Arrow.
+        UnreadableRows: the file is missing, encrypted, truncated, or neither Parquet nor Arrow.
     """
     return _open(path, file_state(path))
 
@@ -134,7 +134,8 @@ def _open(path: Path, state: tuple[int, int] | None) -> RowFile:
             kind = "parquet"
             file = pyarrow.parquet.ParquetFile(path)
             metadata = file.metadata
-            # A file with encrypted columns has a signed footer. pyarrow would crash on reading their metadata.
+            # The footer of a file with encrypted columns is signed, and thus longer than the metadata. pyarrow would
+            # crash if it read the metadata of these columns.
             if metadata.serialized_size != int.from_bytes(end[:4], "little"):
                 raise UnreadableRows(f"{path} has encrypted columns; {_DECRYPT}")
             sizes = [metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)]
@@ -160,16 +161,16 @@ def _open(path: Path, state: tuple[int, int] | None) -> RowFile:
 
 
 def file_state(path: Path) -> tuple[int, int] | None:
-    """Return the size and modification time of a file, which change if it is replaced; None if it is missing."""
+    """Return size (bytes) and modification time (ns) of a file, which change if it is replaced; None if it is missing."""
     try:
         status = path.stat()
-    except OSError:  # opening the file will report it
+    except OSError:  # the error is reported when the file is opened
         return None
     return status.st_size, status.st_mtime_ns
 
 
 def read_audio_column(path: Path, column: str, group: int) -> pa.ChunkedArray:
-    """Return the audio bytes of all rows in a group; the last group read is kept in memory.
+    """Return the audio bytes of all rows in a group. The most recently read group is kept in memory.
 
     Raises:
         UnreadableRows: the rows cannot be read.
@@ -191,11 +192,11 @@ def _audio_column(path: Path, state: tuple[int, int] | None, column: str, group:
 
 
 def read_audio(path: Path, member: Member) -> bytes:
-    """Return the audio file that is stored in a row.
+    """Return the bytes of the audio file that is stored in a row.
 
     Raises:
-        RejectRecord: missing_audio or unreadable_audio if there is no such file or row; changed_audio if the number of
-            bytes differs from ``member``.
+        RejectRecord: missing_audio if the container does not exist; unreadable_audio if it has no such row or its rows
+            cannot be read; changed_audio if the number of bytes differs from ``member.size``.
     """
     refuse_record((not path.exists(), "missing_audio", f"{path} does not exist"))
     try:

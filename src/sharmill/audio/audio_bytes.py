@@ -33,14 +33,14 @@ class AudioBytes:
         self._data = bytes(data) if isinstance(data, (bytes, bytearray, memoryview)) else data
         self._start = start
         self._head = head
-        # A decoder moves the position of the descriptor, so only a whole file may be read through it.
+        # Decoders may read a whole file through its descriptor, but they would not respect the limits of a range.
         self.descriptor = None if isinstance(self._data, bytes) or size is not None else self._data.fileno()
         if size is None:
             size = len(self._data) if isinstance(self._data, bytes) else os.fstat(self._data.fileno()).st_size
         self.size = len(head) + size
 
     def with_head(self, head: bytes, start: int, stop: int) -> "AudioBytes":
-        """Return ``head`` followed by the bytes from ``start`` to ``stop``."""
+        """Return a source of ``head`` followed by the bytes from ``start`` to ``stop``."""
         return AudioBytes(self.name, self._data, self._start + start, stop - start, head)
 
     def read(self, start: int = 0, size: int | None = None) -> bytes:
@@ -63,7 +63,7 @@ class AudioBytes:
 
     @property
     def identity(self) -> Hashable:
-        """A key of the content: inode, size and modification time of a file, or a checksum of data in memory."""
+        """A key for the content: inode, size and modification time of a file, or a checksum of data in memory."""
         if isinstance(self._data, bytes):
             return self.checksum()
         status = os.fstat(self._data.fileno())

@@ -11,9 +11,11 @@ from sharmill.errors import refuse_record
 
 MIN_SAMPLING_RATE: Final = 1000  # a lower rate cannot hold speech
 MAX_SAMPLING_RATE: Final = 655350  # the highest rate of FLAC
-# No frame of MPEG audio, ADPCM or GSM holds more. A header that claims more is corrupt and must not size an array.
+# Maximum number of samples per byte in a frame of MPEG audio, ADPCM or GSM. A header that claims more is corrupt, and
+# must not determine the size of an array.
 MAX_SAMPLES_PER_BYTE: Final = 100
-# FLAC stores silence in almost no bytes, so this many samples (128 MiB of them) are allowed in a file of any size.
+# FLAC stores silence in almost no space, so this number of samples (128 MiB as float32) is allowed in a file of any
+# size.
 SAMPLES_IN_ANY_SIZE: Final = 1 << 25
 FULL_SCALE: Final = 1 << 15
 
@@ -28,8 +30,8 @@ class AudioInfo:
         channels: the number of channels.
         format: the format of the content: "flac", "wav", "mp3", "opus", "ogg" (Vorbis), "aiff", "aac", ...
         exact_seeks: True if a part decodes to the same samples wherever the decoder starts, on every kind of CPU.
-        common: True if libsndfile, and thus any tool based on it, reads the file. A file that is not common is never
-            copied as it is; only its samples are stored.
+        common: True if libsndfile, and thus any tool based on it, can read the whole file. Other files are never copied
+            unchanged; only their samples are stored.
     """
 
     sampling_rate: int
@@ -50,9 +52,9 @@ class Decoder(ABC):
 
     @abstractmethod
     def read(self, num_samples: int) -> np.ndarray:
-        """Return the next samples, (num_samples,) or (num_samples, channels); fewer at the end.
+        """Return the next samples, (num_samples,) or (num_samples, channels); fewer at the end of the file.
 
-        Files of 16-bit samples may be returned as int16, then in every read; all others are float32.
+        For a file with 16-bit samples, either all reads or none return int16. All other samples are float32.
         """
 
     def check_end(self) -> None:  # noqa: B027 - most decoders find all damage while decoding
@@ -75,6 +77,6 @@ def to_float(samples: np.ndarray) -> np.ndarray:
 
 def check_finite(audio: np.ndarray, name: str) -> None:
     """Raise RejectRecord ``non_finite_audio`` if samples are NaN or infinite."""
-    # If any sample is NaN, so are the extremes, which are cheaper than an array of booleans.
+    # If any sample is NaN, so are the minimum and maximum, which are faster to compute than an array of booleans.
     is_finite = not len(audio) or (math.isfinite(audio.min()) and math.isfinite(audio.max()))
     refuse_record((not is_finite, "non_finite_audio", f"{name} has NaN or infinite samples"))

@@ -43,14 +43,14 @@ def encoder_problem(format: str, sampling_rate: int) -> str:
 
 
 def check_encoder(format: str, sampling_rate: int) -> None:
-    """Raise ConfigError, before any work, unless ``encode`` can write this format at this rate."""
+    """Raise ConfigError unless ``encode`` can write this format at this rate."""
     problem = encoder_problem(format, sampling_rate)
     refuse((problem, problem))
 
 
 def count_clipped(audio: np.ndarray) -> int:
     """Return the number of samples of ``audio`` (samples,) that ``encode`` clips because they exceed full scale."""
-    # Mostly there are none, which the extremes show faster than a comparison of all samples.
+    # Usually no sample is clipped. The minimum and maximum show that faster than a comparison of all samples.
     has_any = audio.dtype != np.int16 and max(audio.max(initial=0), -audio.min(initial=0)) > 1
     return int(np.count_nonzero(np.abs(audio) > 1)) if has_any else 0
 
@@ -58,20 +58,23 @@ def count_clipped(audio: np.ndarray) -> int:
 def encode(audio: np.ndarray, sampling_rate: int, format: str, compression: float | None = None) -> bytes:
     """Encode mono ``audio`` (samples,), int16 or float, in one of the formats ``ENCODERS``.
 
-    Floats are clipped to [-1, 1]. Equal samples give equal bytes in every process, with the same build of libsndfile
-    and the same kind of CPU. flac and wav store 16 bits: audio that was decoded from 16 bits is restored exactly, and
-    int16 samples give the same bytes as the equal floats.
+    Floats are clipped to [-1, 1]. Equal samples are encoded to equal bytes in every process, with the same build of
+    libsndfile and the same kind of CPU. flac and wav store 16 bits: audio that was decoded from 16 bits is restored
+    exactly, and int16 samples are encoded to the same bytes as equal floats.
 
-    ``probe_bytes`` and ``decode_bytes`` find the same rate and number of samples in all four formats: mp3 states its
-    delays in the Info frame, opus in the pre-skip and the last granule position. Other readers may find more samples
-    (mp3) or 48 kHz (opus). Bit rates are libsndfile's variable ones: for speech at 16, 24 and 48 kHz about 43, 55 and
-    68 kbit/s (mp3) and 28, 37 and 62 kbit/s (opus).
+    In all four formats, ``probe_bytes`` and ``decode_bytes`` return the original rate and number of samples: mp3 states
+    its delays in the Info frame, and opus in the pre-skip and the last granule position. Other readers may return more
+    samples (mp3) or audio at 48 kHz (opus). libsndfile chooses a variable bit rate. For speech at 16, 24 and 48 kHz it
+    is about 43, 55 and 68 kbit/s (mp3) or 28, 37 and 62 kbit/s (opus).
 
     Args:
         audio: the samples.
         sampling_rate: the sampling rate in Hz.
         format: the format, one of ``ENCODERS``.
         compression: libsndfile's compression level, from 0 to 1.
+
+    Returns:
+        The bytes of the encoded file.
 
     Raises:
         ConfigError: the format is unknown, or cannot hold the sampling rate.
@@ -87,7 +90,7 @@ def encode(audio: np.ndarray, sampling_rate: int, format: str, compression: floa
         stored = audio if subtype == "PCM_16" else to_float(audio)
     else:
         check_finite(audio, "audio to encode")
-        # libsndfile clips only for the 16-bit formats; MP3 and Opus would keep the overshoot.
+        # libsndfile clips only in the 16-bit formats. In MP3 and Opus, values beyond full scale would remain.
         stored = _to_int16(audio) if format == "flac" else np.clip(np.asarray(audio, dtype=np.float32), -1.0, 1.0)
     buffer = io.BytesIO()
     sf.write(buffer, stored, sampling_rate, format=container, subtype=subtype, compression_level=compression)

@@ -1,7 +1,7 @@
-"""The extent of a recording: checks that the header of a file covers all audio in the file.
+"""Checks that the header of an audio file covers all audio in the file.
 
-libsndfile trusts headers. Here the header of each container that libsndfile reads is compared with the file, without
-reading the audio if possible. Tags, padding and metadata chunks after the audio do not count as audio.
+libsndfile trusts headers. This module compares the header of each container that libsndfile reads with the file, and
+reads the audio only if necessary. Tags, padding and metadata chunks after the audio do not count as audio.
 """
 
 import re
@@ -13,13 +13,14 @@ from sharmill.errors import RejectRecord, refuse_record
 
 Read = Callable[[int, int], bytes]
 
-# A writer to a pipe does not know the size, and writes 0xFFFFFFFF (ffmpeg) or 0x7FFFF000 (sox) instead.
+# A stated size of at least this means that the size is unknown: a program that writes to a pipe states 0xFFFFFFFF
+# (ffmpeg) or 0x7FFFF000 (sox).
 STREAMED_BYTES: Final = 0x7FFF0000
 _BLOCK_BYTES: Final = 1 << 20
 _TAGS: Final = (b"ID3", b"TAG", b"APET", b"LYRI")
 _ID3: Final = (b"ID3\2", b"ID3\3", b"ID3\4")
 _ID3_SHIFTS: Final = (21, 14, 7, 0)
-# Magic bytes -> position of the first chunk, struct format of a chunk header, and name of the chunk of samples.
+# Magic bytes -> position of the first chunk, struct format of a chunk header, and name of the chunk with the samples.
 _CHUNKS: Final = {
     b"RIFF": (12, "<4sI", b"data"),
     b"RF64": (12, "<4sI", b"data"),
@@ -30,16 +31,17 @@ _CHUNKS: Final = {
 }
 _CHUNK_NAME: Final = re.compile(rb"[ -~]{4}")
 _UNKNOWN_BYTES: Final = 0xFFFFFFFF
-_MAX_STATED_BYTES: Final = 1 << 48  # a larger number is the -1 of a writer that did not know the size
-# Maximum size of a chunk without samples: SSND contains two numbers, data in CAF one.
+_MAX_STATED_BYTES: Final = 1 << 48  # a larger number is -1 from a writer that did not know the size
+# A chunk of at most this size contains no samples: SSND begins with two numbers, and data in CAF with one.
 _EMPTY_BYTES: Final = 8
 _GARBAGE_BYTES: Final = 512
-# Chunks after the samples that some tools leave truncated.
+# Metadata chunks that may follow the samples, and that some tools write incompletely.
 _METADATA: Final = (b"LIST", b"id3 ", b"ID3 ")
 # An MP3 tag frame whose flags say that it states the numbers of frames and of bytes.
 _XING: Final = re.compile(rb"(?s)(?:Xing|Info)...[\x03\x07\x0b\x0f].{4}(.{4})")
 _TAG_FRAME: Final = re.compile(rb"Xing|Info|VBRI")
-# Bit rates of layer III in kbit/s by index, for MPEG 1 (True) and other versions; sampling rates by version bits.
+# Bit rates of layer III in kbit/s by index, for MPEG 1 (True) and other versions (False); sampling rates in Hz by
+# version bits.
 _FRAME_HEADER: Final = 4
 _KBPS: Final = {
     True: (32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320),
@@ -49,7 +51,7 @@ _RATES: Final = {3: (44100, 48000, 32000), 2: (22050, 24000, 16000), 0: (11025, 
 
 
 def skip_tags(read: Read, position: int) -> int:
-    """Return the position after the tags (ID3, APE, Lyrics3) and zeros at ``position``; it may exceed the file."""
+    """Return the position after the tags (ID3, APE, Lyrics3) and zeros at ``position``; it may exceed the file's size."""
     while head := read(position, 32):
         if head.startswith(_ID3) and len(head) > 9:  # the size has 28 bits; a flag announces a footer
             size = sum((byte & 0x7F) << shift for byte, shift in zip(head[6:10], _ID3_SHIFTS, strict=True))
@@ -69,11 +71,12 @@ def skip_tags(read: Read, position: int) -> int:
 
 
 def check_chunks(read: Read, size: int, name: str) -> tuple[bytes, int, int]:
-    """Return how to read all samples of a chunked file, or an AU, whose header states too few.
+    """Return how libsndfile can read all samples of a chunked file, or an AU file, whose header states too few.
 
     Returns:
-        A header with which libsndfile reads up to the end, and the first byte and the end of the samples to put after
-        it. The header is empty if the file can be read as it is, and for all other formats.
+        A new header that makes libsndfile read all samples, and the positions in the file of the first byte and of the
+        end of the samples to put after this header. The header is empty if the file can be read as it is or has another
+        format.
 
     Raises:
         RejectRecord: duration_mismatch, if anything but chunks and tags follows the samples.
@@ -89,11 +92,11 @@ def check_chunks(read: Read, size: int, name: str) -> tuple[bytes, int, int]:
     elif magic == b"RF64" and stated == _UNKNOWN_BYTES:
         stated = int.from_bytes(read(28, 8), "little")
     end = start + stated
-    # So few bytes cannot be speech.
+    # The few bytes after the samples cannot be speech.
     if stated < _MAX_STATED_BYTES and size - end <= min(_GARBAGE_BYTES, stated // 100):
         return b"", 0, 0
     is_unknown = stated <= _EMPTY_BYTES or stated >= STREAMED_BYTES
-    # 32-bit sizes wrap around at 4 GiB.
+    # A 32-bit size wraps around at 4 GiB, so try every possible end, the largest first.
     ends = (end + (turns << 32) for turns in range((size - end) >> 32, -1, -1))
     stop = next((stop for stop in ends if _is_free_of_audio(read, size, stop, form, samples)), 0)
     if stop == end:
@@ -124,7 +127,7 @@ def _is_free_of_audio(read: Read, size: int, end: int, form: str, samples: bytes
 
 
 def _chunks(read: Read, size: int, position: int, form: str) -> Iterator[tuple[bytes, int, int]]:
-    """Yield name, first byte and size of each chunk from ``position``; tags between them are skipped."""
+    """Yield the name, first byte and size of each chunk from ``position`` on; skip tags between chunks."""
     header = struct.calcsize(form)
     while position + header <= size:
         chunk, length = struct.unpack(form, read(position, header))
@@ -137,12 +140,12 @@ def _chunks(read: Read, size: int, position: int, form: str) -> Iterator[tuple[b
 
 
 def count_mpeg_samples(read: Read, size: int, name: str, estimate: int) -> tuple[int, list[int]]:
-    """Return the number of samples in an MP3, and the positions of its streams if several are concatenated.
+    """Return the number of samples in an MP3, and the positions at which its concatenated streams begin.
 
-    If a Xing or Info frame covers the whole file, the number is libsndfile's ``estimate``; otherwise the frames are
-    counted. Without such a frame, libsndfile extrapolates from the size of the first frame. That is off by about a
-    frame at a constant bit rate and by any factor at a variable one. A result above ``estimate`` means that libsndfile
-    reads only a part of the file.
+    If a Xing or Info frame covers the whole file, the number is libsndfile's ``estimate``, and the list of positions is
+    empty. Otherwise the frames are counted. Without such a frame, libsndfile extrapolates from the size of the first
+    frame, which is wrong by about one frame at a constant bit rate, and by any factor at a variable bit rate. A result
+    above ``estimate`` means that libsndfile reads only a part of the file.
     """
     first = skip_tags(read, 0)
     found = _XING.search(read(first, 256))
@@ -155,7 +158,7 @@ def count_mpeg_samples(read: Read, size: int, name: str, estimate: int) -> tuple
             position, before = skip_tags(read, position), position
             if position != before:
                 continue
-            if found:  # other bytes, which FFmpeg skips
+            if found:  # the bytes are not a frame; FFmpeg skips them
                 break
             raise RejectRecord("unreadable_audio", f"{name}: no MPEG frame where one should begin")
         if kind != last or _TAG_FRAME.search(data, position + 13, position + 40):
@@ -166,10 +169,10 @@ def count_mpeg_samples(read: Read, size: int, name: str, estimate: int) -> tuple
 
 
 def _read_frame_header(header: bytes) -> tuple[int, int, bytes]:
-    """Return size in bytes, samples per channel and kind of a layer III frame by its 4-byte header.
+    """Return the size in bytes, the samples per channel and the kind of a layer III frame from its 4-byte header.
 
-    The kind consists of version, rate and mono or not, which must not change within a stream. The size is 0 if this is
-    no such header.
+    The kind consists of the MPEG version, the sampling rate and mono or not, which must not change within a stream. The
+    size is 0 if the bytes are not such a header.
     """
     version, layer = (header[1] >> 3) & 3, (header[1] >> 1) & 3
     kbps, rate = header[2] >> 4, (header[2] >> 2) & 3

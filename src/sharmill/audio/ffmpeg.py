@@ -1,10 +1,11 @@
 """Decoding of audio that libsndfile cannot read completely: AAC, ALAC, WMA, WebM, AMR, shorten, some MP3, Ogg and WAV.
 
-FFmpeg (through PyAV) gets the bytes of one file and the name of one demuxer, chosen by the first bytes. It therefore
-never guesses the format, never sees a playlist, and opens no other file.
+FFmpeg (through PyAV) gets the bytes of one file and the name of one demuxer, which is chosen by the first bytes. FFmpeg
+therefore never guesses the format, never sees a playlist, and opens no other file.
 
-Telephone corpora contain SPHERE files compressed with shorten. FFmpeg reads 16-bit PCM of this kind. mu-law is read by
-sph2pipe, a program of the Linguistic Data Consortium, which is searched on PATH and called without a shell.
+Telephone corpora contain SPHERE files compressed with shorten. FFmpeg reads such files with 16-bit PCM. Files with
+mu-law are read by sph2pipe, a program of the Linguistic Data Consortium, which is looked up on PATH and called without
+a shell.
 """
 
 import re
@@ -37,10 +38,12 @@ from sharmill.errors import RejectRecord, refuse_record
 if TYPE_CHECKING:
     import av
 
-# Opus with discontinuous transmission comes close. A corrupt container may place many packets at the same bytes.
+# Maximum number of samples per byte, nearly reached by Opus with discontinuous transmission. A corrupt container may
+# exceed it, because many packets can refer to the same bytes.
 _MAX_SAMPLES_PER_BYTE: Final = 1000
 _ALWAYS_ALLOWED_SAMPLES: Final = 10_000_000
-# Containers round times to milliseconds or more, and treat the encoder's delay differently.
+# Tolerance for stated durations. Containers round times to milliseconds or more, and treat the encoder's delay
+# differently.
 _ROUNDED_SECONDS: Final = 0.25
 
 _ASF: Final = b"\x30\x26\xb2\x75\x8e\x66\xcf\x11\xa6\xd9\x00\xaa\x00\x62\xce\x6c"
@@ -53,19 +56,19 @@ _SIGNATURES: Final[tuple[tuple[str, int, tuple[bytes, ...]], ...]] = (
     ("caf", 0, (b"caff",)),
     ("nistsphere", 0, (b"NIST_1A\n",)),
 )
-# A WAV whose format tag stands for one of ``_WAV_DECODERS``.
+# Beginning of a WAV whose format tag belongs to one of ``_WAV_DECODERS``.
 _TELEPHONY_WAV: Final = re.compile(
     rb".{8}WAVEfmt .{4}(?:\x8f\x02|[\x14\x40\x42\x44\x45\x64\x65]\x00|\x11\x01|\x00\xa1)", re.DOTALL
 )
 _ADTS_FRAMES: Final = 3
-# Maximum size of the header of a SPHERE file, and maximum number of channels.
+# Maximum size of the header of a SPHERE file in bytes, and maximum number of channels.
 _SPHERE_BYTES: Final = 1 << 12
 _MAX_CHANNELS: Final = 64
-# sph2pipe decompresses hours of speech in seconds.
+# Time limit for sph2pipe, which decompresses hours of speech in seconds.
 TIMEOUT_SECONDS: Final = 300.0
 _HEAD_BYTES: Final = 1 << 16
 _MOST_KNOWN: Final = 1 << 16
-# Headers found before, by demuxer and identity of the bytes.
+# Headers of files that were decoded before, by demuxer and ``AudioBytes.identity``.
 _known: Final[dict[Hashable, AudioInfo]] = {}
 
 # FFmpeg's name of a codec -> our name, if they differ.
@@ -83,15 +86,15 @@ _DECODERS: Final = (
     *("pcm_u8", "pcm_s8", "pcm_s16le", "pcm_s16be", "pcm_s24le", "pcm_s24be", "pcm_s32le", "pcm_s32be"),
     *("pcm_f32le", "pcm_f32be", "pcm_f64le", "pcm_f64be", "pcm_alaw", "pcm_mulaw"),
 )
-# Telephony formats in WAV. libsndfile reads all others unless they are damaged.
+# The only decoders for WAV: telephony formats. libsndfile reads all other WAV files unless they are damaged.
 _WAV_DECODERS: Final = ("g722", "g723_1", "g726")
 
 
 def open_decoder(source: AudioBytes) -> Decoder:
-    """Open an audio file with libsndfile if that reads all of its audio, otherwise with sph2pipe or FFmpeg.
+    """Open an audio file with libsndfile if it reads all of the audio, otherwise with sph2pipe or FFmpeg.
 
     Raises:
-        RejectRecord: none of them reads the file, or it holds more audio than its header states.
+        RejectRecord: no decoder can read the whole file, or the file holds more audio than its header states.
     """
     try:
         head, start, stop = check_chunks(source.read, source.size, source.name)
@@ -122,7 +125,7 @@ def open_decoder(source: AudioBytes) -> Decoder:
 
 
 def _recognise(source: AudioBytes) -> str | None:
-    """Return the demuxer for a file by its first bytes; None if FFmpeg is not used for it."""
+    """Return FFmpeg's demuxer for a file, chosen by its first bytes; None if FFmpeg does not decode such files."""
     head = source.read(0, _HEAD_BYTES)
     for demuxer, position, signatures in _SIGNATURES:
         if any(head.startswith(signature, position) for signature in signatures):
@@ -133,7 +136,7 @@ def _recognise(source: AudioBytes) -> str | None:
 
 
 def _is_adts(source: AudioBytes) -> bool:
-    """Return True if the file consists of ADTS frames, after an optional ID3 tag."""
+    """Return True if the file begins with ADTS frames (AAC), after an optional ID3 tag."""
     position = skip_tags(source.read, 0)
     for number in range(_ADTS_FRAMES):
         header = source.read(position, 7)
@@ -149,8 +152,8 @@ def _is_adts(source: AudioBytes) -> bool:
 class FfmpegDecoder(Decoder):
     """An audio file that FFmpeg decodes from the beginning, without seeks.
 
-    Containers state their length only roughly. All samples are therefore decoded once to count them, and the header
-    that results is remembered.
+    Containers state their length only roughly. All samples are therefore decoded once to count them, and the resulting
+    header is remembered.
 
     Args:
         source: the bytes of the file.
@@ -184,7 +187,7 @@ class FfmpegDecoder(Decoder):
 
 
 def _open(source: AudioBytes, demuxer: str) -> "tuple[av.container.InputContainer, av.AudioStream]":
-    """Open a file, and return it and its audio stream."""
+    """Open a file, and return its container and its audio stream."""
     name, allowed = source.name, _WAV_DECODERS if demuxer == "wav" else _DECODERS
     try:
         import av
@@ -269,7 +272,8 @@ def _inspect(source: AudioBytes, demuxer: str) -> AudioInfo:
     """Decode a recording to count its samples.
 
     Raises:
-        RejectRecord: empty_audio; duration_mismatch, if it ends earlier than its container states; or as FfmpegDecoder.
+        RejectRecord: empty_audio; duration_mismatch, if the recording ends earlier than its container states or a
+            second file follows; and as ``FfmpegDecoder``.
     """
     is_damaged = demuxer == "ogg" and not is_intact(source.read())
     refuse_record(
@@ -379,7 +383,7 @@ class Sph2pipeDecoder(Decoder):
 
     @cached_property
     def _wave(self) -> SndfileDecoder:
-        """The audio as WAV."""
+        """The decompressed audio, opened as WAV."""
         source, info = self._source, self.info
         program = shutil.which("sph2pipe")
         if program is None:
@@ -387,7 +391,8 @@ class Sph2pipeDecoder(Decoder):
                 "it is mu-law compressed with shorten, which only sph2pipe reads; install sph2pipe (Linguistic Data "
                 "Consortium) on PATH"
             )
-        # A temporary file with a safe name: the recording may be named like an option, or be a member of an archive.
+        # Use a temporary file with a safe name: the recording's name may look like an option, or the recording may be a
+        # member of an archive.
         with tempfile.NamedTemporaryFile(prefix="sharmill-", suffix=".sph") as file:
             file.write(source.read())
             file.flush()

@@ -2,7 +2,7 @@
 
 The decoder is chosen by the content of a file, never by its name; see ``ffmpeg.open_decoder``. A fault of the recording
 becomes a ``RejectRecord``. A fault of the machine, such as too many open files, stays an ``OSError``, so that the unit
-is tried again.
+of work is tried again.
 """
 
 import errno
@@ -41,7 +41,7 @@ _NO_SAMPLES: Final = np.empty(0, dtype=np.float32)
 def probe(path: str | Path, *, whole: bool = False) -> AudioInfo:
     """Read the header of an audio file with any number of channels.
 
-    An MP3 is read completely to count its frames, unless its first frame states the length of the file. Files for
+    An MP3 is read completely to count its frames, unless its first frame states the length of the file. Files that need
     FFmpeg are decoded once to count their samples.
 
     Args:
@@ -53,7 +53,8 @@ def probe(path: str | Path, *, whole: bool = False) -> AudioInfo:
             duration_mismatch (more audio than the header states).
     """
     with open_recording(path) as recording:
-        # Their headers state the size of the samples, so missing ones show without reading any.
+        # The headers of these formats state the size of the samples, so missing samples are detected without reading
+        # any.
         if whole and recording.info.format in ("wav", "aiff", "au"):
             recording.check_end()
         return recording.info
@@ -86,7 +87,7 @@ def decode_bytes(
 
 
 def open_audio(path: str | Location) -> BinaryIO:
-    """Open a regular file for unbuffered reading, since libsndfile moves the position of its descriptor.
+    """Open a regular file for unbuffered reading, because libsndfile moves the position of its descriptor.
 
     Raises:
         RejectRecord: missing_audio, unreadable_audio (not a regular file, no permission).
@@ -136,7 +137,7 @@ def open_recording(path: str | Path, member: Member | None = None, name: str = "
 
 @contextmanager
 def open_bytes(source: AudioBytes) -> "Iterator[Recording]":
-    """Open the audio file with these bytes, as ``open_recording``."""
+    """Open the audio file with these bytes; raises the same errors as ``open_recording``."""
     if source.size == 0:
         raise RejectRecord("empty_audio", f"{source.name} has no bytes")
     with closing(Recording(source)) as recording:
@@ -144,11 +145,11 @@ def open_bytes(source: AudioBytes) -> "Iterator[Recording]":
 
 
 class Recording:
-    """An open audio file, whose parts are read in the order of their starts; they may overlap.
+    """An open audio file, from which parts are read in the order of their starts; parts may overlap.
 
     Each part equals a slice of the completely decoded file, sample for sample. Seeks are not exact in MP3, Vorbis, Opus
-    and all formats that FFmpeg decodes. There everything before a part is decoded too, but only once. Samples that no
-    later part needs are dropped.
+    and all formats that FFmpeg decodes. In these formats, everything before a part is decoded too, but only once.
+    Samples that no later part needs are dropped.
     """
 
     def __init__(self, source: AudioBytes) -> None:
@@ -161,20 +162,20 @@ class Recording:
             raise RejectRecord("unreadable_audio", f"{source.name} claims a sampling rate of {rate} Hz")
         if self.info.num_samples <= 0:
             raise RejectRecord("empty_audio", f"{source.name} has no samples")
-        # The first kept sample, and the end of the kept samples, which is the position of the decoder.
+        # Number of the first kept sample, and end of the kept samples, which is the position of the decoder.
         self._begin = self._position = 0
         self._kept = _NO_SAMPLES
 
     def read(self, start: int = 0, num_samples: int | None = None, channel: Channel = None) -> np.ndarray:
         """Decode a part of one channel as float32 (num_samples,).
 
-        The samples equal a slice of ``soundfile.read(path, dtype="float32")``, or of FFmpeg's output. If all samples
-        are read, the file is also checked against its header.
+        The samples equal a slice of ``soundfile.read(path, dtype="float32")``, or of FFmpeg's output. If
+        ``num_samples`` is None, the file is also checked against its header.
 
         Args:
             start: the first sample.
             num_samples: the number of samples; by default all that follow.
-            channel: the channel to read from several, or "downmix" for their mean.
+            channel: the number of the channel if there are several, or "downmix" for the mean of all channels.
 
         Raises:
             RejectRecord: unsupported_channels, unreadable_audio (decoding fails), non_finite_audio, empty_audio,
@@ -185,7 +186,7 @@ class Recording:
         return to_float(self.read_stored(start, num_samples, channel))
 
     def read_stored(self, start: int = 0, num_samples: int | None = None, channel: Channel = None) -> np.ndarray:
-        """Decode as ``read``, but return int16 (num_samples,) for 16-bit files unless channels are mixed."""
+        """Decode as ``read`` does, but return int16 (num_samples,) for 16-bit files unless channels are mixed."""
         channel = choose_channel(channel, self.info.channels)
         wanted = self._check_claims(start, num_samples)
         try:
@@ -202,7 +203,7 @@ class Recording:
         return audio
 
     def check_end(self) -> None:
-        """Raise RejectRecord if the file ends earlier than its header states, or its pages are damaged."""
+        """Raise RejectRecord if the file is damaged or truncated in a way that decoding does not reveal."""
         self._decoder.check_end()
 
     def _check_claims(self, start: int, num_samples: int | None) -> int:
@@ -228,8 +229,8 @@ class Recording:
         """Return the samples from ``start`` to ``end``, or fewer if the decoder stops early."""
         self._go_to(start)
         parts = [self._kept]
-        # Reading in blocks keeps a wrong header from demanding more memory than there is audio. With more channels a
-        # block has fewer samples, so that its size stays the same.
+        # Blocks are read one by one, so that a wrong header cannot demand more memory than the audio takes. With more
+        # than 8 channels, a block has fewer samples, so that its size in bytes stays the same.
         block_samples = _BLOCK_SAMPLES * 8 // max(8, self.info.channels)
         found = 1
         try:
@@ -269,7 +270,7 @@ class Recording:
 
 
 def choose_channel(wanted: Any, channels: int) -> Channel:
-    """Return the channel to read from audio with ``channels`` channels; None for mono, which is its own mean.
+    """Return the channel to read from audio with ``channels`` channels; None for mono, which needs no choice.
 
     Raises:
         RejectRecord: ``unsupported_channels`` if the channel does not exist, or several exist and none was chosen.

@@ -13,12 +13,13 @@ _FLAC_BEGIN: Final = b"fLaC\0\0\0\x22"
 
 
 def flac_header(data: bytes | memoryview) -> tuple[int, int, int] | None:
-    """Return samples, channels and rate from STREAMINFO, the first block of a FLAC; None for any other file."""
+    """Return the samples per channel, channels and rate from a FLAC's first block (STREAMINFO); None for other files."""
     head = bytes(data[:42])
     # The block has type 0 and 34 bytes; the bit above the type marks the last block.
     if len(head) < 42 or head[:4] != b"fLaC" or head[4] & 127 or head[5:8] != b"\0\0\x22":
         return None
-    # 20 bits of rate, 3 of channels, 5 of depth, 36 of samples. libsndfile would take longer for each file.
+    # The bits are 20 for the rate, 3 for the channels, 5 for the depth and 36 for the samples. libsndfile would take
+    # longer to read them.
     bits = int.from_bytes(head[18:26], "big")
     # 0 stands for an unknown number of samples, which libsndfile treats as the maximum.
     return bits & (1 << 36) - 1 or 1 << 63, (bits >> 41 & 7) + 1, bits >> 44 or 1
@@ -31,7 +32,8 @@ def has_another_flac(data: bytes) -> bool:
 
 def has_unstated_flac(data: bytes, num_samples: int) -> bool:
     """Return True if a FLAC has more than ``num_samples`` samples."""
-    # If the header states no number, libsndfile can seek beyond the stated end, provided that samples follow.
+    # If the header states no number of samples, libsndfile can seek beyond the end that was stated, provided that
+    # samples follow there.
     unstated = data[:21] + bytes((data[21] & 0xF0,)) + bytes(4) + data[26:]
     try:
         with sf.SoundFile(io.BytesIO(unstated)) as sound:
@@ -42,9 +44,10 @@ def has_unstated_flac(data: bytes, num_samples: int) -> bool:
 
 
 def decode_flac(data: bytes) -> np.ndarray | None:
-    """Return the int16 samples (num_samples, channels) of a 16-bit FLAC; None if their MD5 sum is not the stated one.
+    """Return the int16 samples (num_samples, channels) of a FLAC; None unless it has 16 bits and the stated MD5 sum.
 
-    dr_flac needs 70 % of the time of libFLAC, which libsndfile uses. It skips damage, so the MD5 sum is compared.
+    dr_flac needs 70 % of the time of libFLAC, which libsndfile uses. dr_flac skips damaged parts, so the MD5 sum of the
+    samples is compared with the stated one.
     """
     num_samples, channels, sampling_rate = flac_header(data) or (0, 0, 0)
     if not 0 < num_samples <= min(len(data) * MAX_SAMPLES_PER_BYTE, SAMPLES_IN_ANY_SIZE):

@@ -24,9 +24,9 @@ _FIRST_BYTES: Final = 512
 def is_plain_ogg(read: Read, size: int, sampling_rate: int) -> bool:
     """Return True if libsndfile, which reports ``sampling_rate``, reads all of an Ogg file at the right rate.
 
-    libsndfile reads only the first stream. A second one shows in the serial numbers of the first and last pages, unless
-    both have the same number; that would take a look at all pages. Opus does not decode at every input rate, and
-    libsndfile replaces an unsupported one by the next.
+    libsndfile reads only the first stream. A second stream is found by comparing the serial numbers of the first and
+    last pages. If both streams have the same number, it is not found, because that would require reading all pages.
+    Opus does not decode at every input rate, and libsndfile replaces an unsupported rate by the next supported one.
     """
     head, tail = read(0, _FIRST_BYTES), read(max(0, size - _MAX_PAGE_BYTES), _MAX_PAGE_BYTES)
     opus = _OPUS_RATE.search(head)
@@ -38,9 +38,9 @@ def is_plain_ogg(read: Read, size: int, sampling_rate: int) -> bool:
 
 
 def with_serial(stream: bytes, serial: int) -> bytes:
-    """Replace the serial number in all pages of an Ogg file that libsndfile has written.
+    """Return an Ogg file that libsndfile has written, with the serial number replaced in all pages.
 
-    Encoders draw this number at random for multiplexing, so that equal audio would give different files.
+    Encoders draw this number at random for multiplexing, so equal audio would otherwise be encoded to different files.
     """
     pages = [bytearray(page) for page in _iterate_pages(stream)]
     for page in pages:
@@ -68,8 +68,8 @@ def _iterate_pages(stream: bytes) -> Iterator[bytes]:
 def _checksum_of(page: bytes | bytearray) -> bytes:
     """Return the CRC-32 of a page with its checksum field set to zero.
 
-    Ogg uses the polynomial 0x04c11db7 without reflection and inversions. This equals zlib's fast CRC of the
-    bit-reversed bytes with its two inversions undone.
+    Ogg uses the polynomial 0x04c11db7 without reflection or inversion. Reverse the bits of each byte, compute zlib's
+    fast CRC, undo its two inversions, and reverse the bits of the result.
     """
     bare = page[: _CHECKSUM.start] + bytes(4) + page[_CHECKSUM.stop :]
     reflected = zlib.crc32(bare.translate(_REVERSED), 0xFFFFFFFF) ^ 0xFFFFFFFF
@@ -77,7 +77,7 @@ def _checksum_of(page: bytes | bytearray) -> bytes:
 
 
 def page_bytes(stream: bytes, position: int) -> int:
-    """Return the size of the page at ``position``; 0 if there is no complete page header."""
+    """Return the size in bytes of the page at ``position``; 0 if there is no complete page header."""
     header = _PAGE.match(stream, position)
     if header is None:
         return 0

@@ -1,7 +1,7 @@
-"""Resampling, and conversion of times and rates to numbers of samples, as Lhotse does it.
+"""Resampling, and conversion of times and rates to numbers of samples, with the same results as Lhotse.
 
-Audio for a dataset or a codec is resampled like in Lhotse, so that training gets the same samples from the same
-recording. Audio for a speaker encoder is not stored, and is resampled with less error by default.
+Audio for a dataset or a codec is resampled as in Lhotse, so that training gets the same samples from the same
+recording. Audio for a speaker encoder is not stored, and is resampled more accurately by default.
 """
 
 import math
@@ -32,7 +32,7 @@ _KAISER: Final = {
 
 
 def segment_bounds(offset: float, duration: float, sampling_rate: int) -> tuple[int, int]:
-    """Return the first sample and the number of samples of a segment in seconds, each rounded like in Lhotse.
+    """Return the first sample and the number of samples of a segment given in seconds, each rounded as in Lhotse.
 
     Raises:
         ValueError: ``offset`` or ``duration`` is negative or not finite.
@@ -43,19 +43,19 @@ def segment_bounds(offset: float, duration: float, sampling_rate: int) -> tuple[
 
 
 def resampled_length(num_samples: int, from_rate: int, to_rate: int) -> int:
-    """Return the number of samples that ``resample`` returns for ``num_samples``; it may be 0 for very few."""
+    """Return the number of samples that ``resample`` returns for ``num_samples``; it may be 0 for very short audio."""
     if from_rate == to_rate:
         return num_samples
-    # Lhotse's Recording.resample converts to seconds in floating point, too.
+    # Lhotse's Recording.resample also converts to seconds in floating point.
     return _round_half_up(num_samples / from_rate * to_rate)
 
 
 def resample(audio: np.ndarray, from_rate: int, to_rate: int, resampling: Resampling = "sinc") -> np.ndarray:
-    """Resample float32 ``audio`` (samples,); equal rates return it unchanged.
+    """Resample float32 ``audio`` (samples,); return it unchanged if the rates are equal.
 
     ``sinc`` is torchaudio's default windowed sinc. Its samples equal Lhotse's
     ``Recording.resample(to_rate).load_audio()`` in a process with one torch thread, such as a DataLoader worker.
-    ``kaiser`` has a Kaiser window and 64 zero crossings. ``soxr`` is libsoxr at high quality.
+    ``kaiser`` is a sinc with a Kaiser window and 64 zero crossings. ``soxr`` is libsoxr at high quality.
 
     Returns:
         float32 samples (resampled_length(len(audio), from_rate, to_rate),); with ``soxr`` possibly one more or fewer.
@@ -65,8 +65,8 @@ def resample(audio: np.ndarray, from_rate: int, to_rate: int, resampling: Resamp
     """
     if from_rate == to_rate or len(audio) == 0:
         return audio
-    # The filter has one phase for each output sample until both rates coincide again. Without a common divisor it would
-    # take gigabytes. soxr would not, but the stages after match do not use soxr.
+    # The filter has one phase for each output sample until samples of both rates coincide again. Without a common
+    # divisor, it would take gigabytes. soxr would not need them, but the stages after match do not use soxr.
     divisor = math.gcd(from_rate, to_rate)
     if (from_rate // divisor) * (to_rate // divisor) > _MAX_FILTER_SIZE:
         raise RejectRecord("unsupported_rate", f"{from_rate} Hz and {to_rate} Hz have no small common ratio")
@@ -85,13 +85,13 @@ def resample(audio: np.ndarray, from_rate: int, to_rate: int, resampling: Resamp
     finally:
         torch.set_num_threads(num_threads)
     length = resampled_length(len(audio), from_rate, to_rate)
-    if len(resampled) < length:  # torchaudio computes the length in float32, too short above about 2**24 samples
+    if len(resampled) < length:  # torchaudio computes lengths in float32, which are too short above about 2**24
         return np.pad(resampled, (0, length - len(resampled)), mode="reflect")
     return resampled[:length]
 
 
 def _round_half_up(num_samples: float) -> int:
-    """Round like Lhotse's ``compute_num_samples``, whose import would load torch."""
+    """Round as Lhotse's ``compute_num_samples`` does; importing it would load torch."""
     return int(Decimal(round(num_samples, ndigits=8)).quantize(Decimal(0), rounding=ROUND_HALF_UP))
 
 

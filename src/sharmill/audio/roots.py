@@ -1,7 +1,7 @@
 """Audio roots: the folders and URLs in which the audio paths of manifests are resolved.
 
-All stages resolve paths here, so that they agree on the file that a path means. A path never leaves its root, and is
-never a command. A root may be a URL; audio below it is copied into the cache of the run, where every stage and rank
+All stages resolve paths here, so that they agree on the file that a path means. A path that leaves its root or is a
+command is rejected. A root may be a URL; audio below it is copied into the cache of the run, where every stage and rank
 finds the same copy.
 """
 
@@ -28,13 +28,13 @@ from sharmill.manifest import MAX_PATH, Segment
 
 # ".." in a URL leads to the parent folder even if a query or a parameter follows.
 _GOES_UP: Final = re.compile(r"(?:^|[/\\])\.\.(?:[/\\?;#]|$)")
-# The problem of an absolute path (False) and of a URL (True) that is not below the root.
+# The error message for an absolute path (False) or a URL (True) that is not below the root.
 _NOT_BELOW: Final = {
     False: "the audio path is absolute and not below the audio root",
     True: "the audio path is a URL and not below the audio root; set audio_root to the beginning of the URL, such as "
     "https://host/folder",
 }
-# More than a day of speech as WAV at 16 kHz.
+# Maximum size of a file below a URL: more than a day of speech as WAV at 16 kHz.
 _MAX_BYTES: Final = 4 << 30
 
 
@@ -48,8 +48,8 @@ def normalise_path(audio_filepath: str, roots: Iterable[str] = ()) -> str:
         roots: the absolute paths, or URLs, by which the root is known.
 
     Raises:
-        RejectRecord: ``outside_root`` if the path is a command, leaves the root by ``..``, or is absolute or a URL and
-            below none of ``roots``; ``missing_audio`` if it is longer than a path can be.
+        RejectRecord: ``outside_root`` if the path is a command, contains a null character, leaves the root by ``..``,
+            or is absolute or a URL and below none of ``roots``; ``missing_audio`` if it is longer than a path can be.
 
     Example:
         >>> normalise_path("/data/./speech/a/../b.wav", ["/data/speech"])
@@ -86,7 +86,7 @@ def normalise_path(audio_filepath: str, roots: Iterable[str] = ()) -> str:
 
 
 def _behind(root: str, path: str) -> str | None:
-    """Return an absolute path or a URL relative to a root; None if it lies elsewhere."""
+    """Return an absolute path or a URL relative to a root; None if it is not below the root."""
     if is_url(path):
         return path.removeprefix(f"{root}/") if path.startswith(f"{root}/") else None
     pure = PurePosixPath(path)
@@ -94,7 +94,7 @@ def _behind(root: str, path: str) -> str | None:
 
 
 def _check_dots(relative: str) -> None:
-    """Raise RejectRecord ``outside_root`` if a path below a URL contains ``..``, quoted or not."""
+    """Raise RejectRecord ``outside_root`` if a path below a URL contains ``..``, percent-encoded or not."""
     if _GOES_UP.search(unquote(relative)):
         raise RejectRecord("outside_root", "the audio path leaves the audio root by '..'")
 
@@ -105,9 +105,9 @@ class AudioRoot:
 
     Args:
         path: the folder; unused for a URL.
-        absolute_only: reject relative paths. This is set for ``audio_root: null``, whose folder is ``/``.
+        absolute_only: True to reject relative paths, as for ``audio_root: null``, whose folder is ``/``.
         url: the URL without a trailing slash; empty for a folder.
-        float_scale: the full scale of float files below the root.
+        float_scale: the value of full scale in float files below the root.
     """
 
     path: Path
@@ -117,7 +117,7 @@ class AudioRoot:
 
     @classmethod
     def of(cls, path: str | Path | None, float_scale: float = 1.0) -> "AudioRoot":
-        """Make the root for a value of ``audio_root``; ``~`` is a home folder, and None allows all folders."""
+        """Create the root for a value of ``audio_root``; ``~`` means a home folder, and None allows all folders."""
         if path is None:
             return cls(Path("/"), absolute_only=True, float_scale=float_scale)
         if is_url(str(path)):
@@ -160,7 +160,7 @@ class AudioRoot:
         return self.names[-1]
 
     def _join(self, relative: str) -> str:
-        # With pathlib, this would be a tenth of the time to check a record.
+        # With pathlib, this line would take a tenth of the time to check a record.
         return os.path.join(self.path, relative)  # noqa: PTH118
 
     def holds(self, absolute: str) -> bool:
@@ -168,15 +168,15 @@ class AudioRoot:
         return any(_behind(name, absolute) is not None for name in self.names)
 
     def has(self, relative: str) -> bool:
-        """Return True if the file of a normalised path exists on this machine."""
+        """Return True if the root is a folder and contains the file of a normalised path."""
         return not self.url and os.path.exists(self._join(relative))  # noqa: PTH110
 
     def name_of(self, relative: str) -> str:
-        """Return a name of a file that does not depend on links: its real path, or its URL."""
+        """Return a name for a file that does not depend on links: its real path, or its URL."""
         return _url_below(self.url, relative) if self.url else os.path.realpath(self._join(relative))
 
     def check_inside(self, relative: str) -> None:
-        """Raise RejectRecord ``outside_root`` if a normalised path leaves the root by a link or quoted dots."""
+        """Raise RejectRecord ``outside_root`` if a normalised path leaves the root by a link or percent-encoded '..'."""
         if self.url:
             _check_dots(relative)
             return
@@ -191,8 +191,8 @@ class AudioRoots:
     """The audio roots of all sources of a dataset, numbered in their order in the configuration.
 
     Attributes:
-        roots: the roots by their numbers.
-        numbers: the numbers of the roots of each source.
+        roots: all roots; the number of a root is its index.
+        numbers: for each source, the numbers of its roots.
         cache: the cache for copies of files below URLs.
     """
 
@@ -207,12 +207,13 @@ class AudioRoots:
         cache: Cache | None = None,
         float_scales: Iterable[float] = (),
     ) -> "AudioRoots":
-        """Make the roots from the values of ``audio_root``, one for each source.
+        """Create the roots from the values of ``audio_root``, one value for each source.
 
         Args:
-            audio_roots: the values.
-            cache: the cache for files below URLs; by default the user's.
-            float_scales: the scales of the first sources; the scale of all others is 1.
+            audio_roots: the values; each is a folder or URL, a list of them, or None.
+            cache: the cache for files below URLs; by default the user's cache.
+            float_scales: the value of full scale in float files, for each of the first sources; 1 for all other
+                sources.
         """
         roots: list[AudioRoot] = []
         numbers = []
@@ -220,7 +221,7 @@ class AudioRoots:
             paths = [value] if value is None or isinstance(value, (str, Path)) else value
             numbers.append(tuple(range(len(roots), len(roots) + len(paths))))
             roots += [AudioRoot.of(path, float_scale) for path in paths]
-        # Redirects may lead to the hosts of all roots.
+        # Redirects may lead to the host of any root.
         origins = frozenset(root.url for root in roots if root.url)
         return cls(tuple(roots), tuple(numbers), dataclasses.replace(cache or Cache.at(None), origins=origins))
 
@@ -235,7 +236,7 @@ class AudioRoots:
                 refuse((is_inside, f"the audio root {inner.path} lies within {outer.path}; name the outer one only"))
 
     def check_node(self) -> None:
-        """Raise DeviceError if this node does not see a folder, instead of rejecting all records in it one by one."""
+        """Raise DeviceError if this node cannot see a folder, instead of rejecting all records in it one by one."""
         for root in self.roots:
             try:
                 root.check()
@@ -247,15 +248,15 @@ class AudioRoots:
                 ) from error
 
     def place(self, source: int, audio_filepath: str) -> tuple[int, str]:
-        """Return the number of the root of a record's audio, and the normalised path below it; links are kept.
+        """Return the number of the root for a record's audio, and the normalised path below it; links are not resolved.
 
-        A relative path belongs to the first folder of the source in which the file exists, or else to its first root.
-        Sources may share a root. Then the first of the equal roots is returned, so that a file has the same place in
-        all sources. Roots with different float scales are not equal.
+        A relative path belongs to the first folder of the source in which the file exists, or else to the source's
+        first root. If sources share a root, the first of the equal roots is returned, so that a file has the same place
+        in all sources. Roots with different float scales are not equal.
 
         Raises:
-            RejectRecord: as ``normalise_path``; also ``outside_root`` if a symbolic link, or a quoted ``..`` below a
-                URL, leaves the root.
+            RejectRecord: as ``normalise_path``; also ``outside_root`` if the path leaves the root by a symbolic link
+                or, below a URL, by a percent-encoded ``..``.
         """
         numbers = self.numbers[source]
         relative = normalise_path(audio_filepath, [name for number in numbers for name in self.roots[number].names])
@@ -265,7 +266,7 @@ class AudioRoots:
         elif self.roots[number].absolute_only:
             raise RejectRecord("outside_root", "the audio path is relative, and its source has audio_root: null")
         elif len(numbers) > 1:
-            # URLs are not requested: records must not depend on their content at this moment.
+            # Do not request URLs: the choice of a root must not depend on the files that exist there at this moment.
             number = next((n for n in numbers if self.roots[n].has(relative)), number)
         found = self.roots[number]
         found.check_inside(relative)
@@ -275,7 +276,7 @@ class AudioRoots:
         ), relative  # fmt: skip
 
     def may_have(self, record: Any, source: int | None) -> bool:
-        """Return True if the audio of a record exists in a source (None: in any), or lies below a URL.
+        """Return True if the audio of a record exists in a source (in any source if None), or is below a URL.
 
         URLs are not requested.
         """
@@ -287,18 +288,23 @@ class AudioRoots:
         return False
 
     def locate(self, segment: Segment) -> Path:
-        """Return the local path of the file or container of a segment, as ``obtain`` does.
+        """Return the local path of the file or container of a segment; see ``obtain``.
 
         Raises:
-            RejectRecord: ``outside_root`` if the path leaves the root by now; and as ``Cache.get``.
+            RejectRecord: ``outside_root`` if the path now leaves the root; and as ``Cache.get``.
         """
         self.roots[segment.root].check_inside(segment.file)
         return self.obtain(segment.root, segment.file, is_container=segment.member is not None)
 
     def obtain(self, number: int, relative: str, *, is_container: bool) -> Path:
-        """Return the local path for a result of ``place``; below a URL it is the copy in the cache.
+        """Return the local path for a result of ``place``; below a URL, it is the path of the copy in the cache.
 
         A copy is not evicted while the returned path object exists.
+
+        Args:
+            number: the number of the root.
+            relative: the normalised path below the root.
+            is_container: True for a container, whose size is not limited.
 
         Raises:
             RejectRecord: as ``Cache.get``.
@@ -306,7 +312,7 @@ class AudioRoots:
         return local(self.path_of(number, relative, math.inf if is_container else _MAX_BYTES))
 
     def path_of(self, number: int, relative: str, max_bytes: float = math.inf) -> Location:
-        """Return the location of a file below a root; below a URL, a file of more than ``max_bytes`` is refused."""
+        """Return the location of a file below a root; a file below a URL is refused if larger than ``max_bytes``."""
         root = self.roots[number]
         if root.url:
             return RemoteLocation(_url_below(root.url, relative), self.cache, max_bytes=max_bytes)
@@ -319,11 +325,11 @@ class AudioRoots:
 
 
 def _url_below(root: str, relative: str) -> str:
-    """Return the URL of a path below a root; characters that HTTP URLs cannot contain are quoted.
+    """Return the URL of a path below a root; characters that HTTP URLs cannot contain are percent-encoded.
 
     >>> _url_below("https://host/speech", "84/a b.flac")
     'https://host/speech/84/a%20b.flac'
     """
-    # "%" is safe, so that quoted characters stay as they are.
+    # "%" is safe, so that characters that are already percent-encoded stay as they are.
     safe = "/%?=&+,:;@~!$'()*[]"
     return f"{root}/{quote(relative, safe=safe) if root.startswith('http') else relative}"

@@ -1,7 +1,7 @@
 """Reading of a manifest's segments, and checks that their audio has not changed between stages.
 
-With the samples of a segment, a stage gets notes about the file. The next stage that reads the segment compares the
-file with these notes.
+Together with the samples of a segment, a stage gets notes about its file, such as size and checksum. The next stage
+that reads the segment compares the file with these notes.
 """
 
 import math
@@ -32,23 +32,23 @@ from sharmill.manifest import AudioNotes, Member, Segment
 
 # -60 dB relative to full scale. Audio whose loudest sample is quieter contains no speech.
 SILENT_PEAK: Final = 1e-3
-# 24 dB above full scale. Speech overshoots by less: lossy decoders by a few dB, float recordings by their excess gain.
-# Floats with the values of 16-bit (or larger) integers exceed this peak unless they are silent
-# (SILENT_PEAK * 32768 = 33). Integer formats never exceed 1.
+# 24 dB above full scale. Speech exceeds full scale by less: a few dB after lossy decoding, and the excess gain in float
+# recordings. Floats with the values of 16-bit (or larger) integers exceed this peak unless they are silent (SILENT_PEAK
+# * 32768 = 33). Samples in integer formats never exceed 1.
 _HIGHEST_PEAK: Final = 16.0
-# Limit for pictures and notes beside the samples in a file that is copied as a whole.
+# Maximum bytes of pictures and notes, in addition to the samples, in a file that is copied as a whole.
 _MAX_FILE_BYTES: Final = 64 << 20
-# Limit for data kept in memory: rows of parquet files, and results for segments.
+# Maximum bytes of data kept in memory: rows of Parquet files, and results for segments.
 _SPOOLED_BYTES: Final = 64 << 20
-# float32 samples at 16 kHz, as speaker encoders take them.
+# Size of a second of float32 samples at 16 kHz, the input of speaker encoders.
 _BYTES_PER_SECOND: Final = 64_000
 # Results are passed on in parts of about this size, so that hours of audio are never in memory at once.
 _PART_BYTES: Final = 4 << 20
 
 Made = TypeVar("Made")
-# Bytes or an array.
+# The data of a result: bytes or an array.
 Data = TypeVar("Data")
-# Numbers of segments of a recording, each with its result, or the reason why it has none.
+# Indices of segments of a recording, each with the result for the segment, or the reject if there is none.
 Part: TypeAlias = list[tuple[int, tuple[Data, Made] | RejectRecord]]
 
 
@@ -83,7 +83,10 @@ class SegmentAudio:
 
     @property
     def content(self) -> int:
-        """A hash of rate and 16-bit samples, which is equal for copies in other files, formats and positions."""
+        """A hash of the sampling rate and the samples, which are rounded to 16 bits.
+
+        It is equal for copies of the audio in other files, lossless formats and positions.
+        """
         rounded = self.samples
         if rounded.dtype != np.int16:
             rounded = np.clip(np.rint(to_float(rounded) * 32768), -32768, 32767).astype(np.int16)
@@ -95,7 +98,7 @@ class SegmentAudio:
 class FileCopy:
     """The bytes of a file that is a whole segment, and its packed acoustic measures.
 
-    ``sound`` is "" if an earlier stage has decoded the file without measuring it.
+    ``sound`` is "" if an earlier stage decoded the file without measuring it.
     """
 
     data: bytes
@@ -140,12 +143,12 @@ class SegmentReader:
     ) -> Iterator[tuple[int, SegmentAudio | FileCopy | RejectRecord]]:
         """Read segments of one recording, which is opened once and decoded in the order of their offsets.
 
-        Files that are copied are decoded too, unless an earlier stage has decoded the same bytes. Otherwise a damaged
-        file would later spoil its whole shard.
+        Copied files are decoded too, unless an earlier stage decoded the same bytes, so that no damaged file gets into
+        a shard.
 
         Args:
             segments: the segments of the recording.
-            may_copy: returns True for places of whole files whose bytes are wanted instead of samples.
+            may_copy: returns True for the place of a whole file if its bytes are wanted instead of its samples.
             data: the bytes of the recording, if they were read before.
 
         Yields:
@@ -166,7 +169,7 @@ class SegmentReader:
                 for index in in_order:
                     try:
                         location = _locate(segments[index], path, recording.info)
-                        # Check before decoding, so that a replaced file takes no more memory than its record states.
+                        # Check before decoding, so that a replaced file needs no more memory than its record states.
                         if location.num_samples / location.info.sampling_rate > segments[index].duration:
                             self._check_length(segments[index], location)
                         if not is_scaled and may_copy(location):
@@ -197,7 +200,7 @@ class SegmentReader:
         return FileCopy(data, location, self._check(segment, location, samples, found).notes.sound)
 
     def _check_length(self, segment: Segment, location: SegmentPlace) -> None:
-        """Reject audio that was replaced after the stage prepare, or whose duration differs from its record."""
+        """Reject audio that was replaced after the stage prepare, or whose duration differs from the record's duration."""
         rate = location.info.sampling_rate
         seconds = location.num_samples / rate
         if segment.notes.size not in (-1, location.size):
@@ -229,7 +232,12 @@ class SegmentReader:
 
 @dataclass(frozen=True)
 class RecordingSegments:
-    """Segments of one recording that are read together, with its bytes if it is a row that was read before."""
+    """Segments of one recording that are read together.
+
+    Attributes:
+        segments: the segments.
+        stored: the bytes of the recording, if it is a row of a Parquet file that was read before; otherwise None.
+    """
 
     segments: list[Segment]
     stored: np.ndarray | None = None
@@ -239,19 +247,19 @@ class RecordingSegments:
 
     @property
     def seconds(self) -> float:
-        """Seconds of all segments, or of audio that takes as much memory as the row, if that is more."""
+        """The duration in seconds of all segments, or of audio that takes as much memory as ``stored``: the longer one."""
         of_row = 0.0 if self.stored is None else len(self.stored) / _BYTES_PER_SECOND
         return max(of_row, sum(segment.duration for segment in self.segments))
 
 
 @dataclass(frozen=True)
 class SegmentMaker(Generic[Data, Made]):
-    """A function for feeders that turns the audio of segments into data with a description.
+    """A function that turns the audio of segments into data with a description; a rank's feeder processes run it.
 
     Args:
         reader: reads the segments.
         make: returns the data and their description; may raise RejectRecord.
-        may_copy: returns True for places of whole files whose bytes ``make`` should get.
+        may_copy: returns True for the place of a whole file if ``make`` wants its bytes instead of its samples.
     """
 
     reader: SegmentReader
@@ -259,7 +267,7 @@ class SegmentMaker(Generic[Data, Made]):
     may_copy: Callable[[SegmentPlace], bool] = copy_nothing
 
     def __call__(self, together: RecordingSegments) -> Iterator[Part[Data, Made]]:
-        """Yield the result, or the reject, of each segment in parts of a few megabytes."""
+        """Yield the result or the reject of each segment, in parts of a few megabytes."""
         part: Part[Data, Made] = []
         size = 0
         stored = None if together.stored is None else together.stored.tobytes()
@@ -279,9 +287,9 @@ class SegmentMaker(Generic[Data, Made]):
 class SegmentsOnce(Generic[Data, Made]):
     """Results for segments, each computed once and kept until its last use.
 
-    Results are requested roughly in the order of ``uses``. Up to a limit they are kept in memory, and beyond it in a
-    temporary file (in TMPDIR) that disappears with the process. The first request for a segment computes the results
-    for all segments of the same recording, which is opened once and read in the order of offsets.
+    Results are requested roughly in the order of ``uses``. They are kept in memory up to a limit, and beyond the limit
+    in a temporary file (in TMPDIR) that disappears with the process. The first request for a segment computes the
+    results for all segments of the same recording, which is opened once and read in the order of offsets.
 
     Args:
         roots: the audio roots of the sources.
@@ -296,7 +304,8 @@ class SegmentsOnce(Generic[Data, Made]):
     def __init__(self, roots: AudioRoots, uses: Iterable[Segment]) -> None:
         self._roots = roots
         self._uses_left = Counter(uses)
-        # The only result of a recording is not kept in the spool if it will be requested only once.
+        # Results by segment: the place of the data in the spool, and the description. The data itself is kept instead
+        # of its place if the segment is the only one of its recording and will be requested only once.
         self._kept: dict[Segment, tuple[tuple[int, int] | Data, Made] | RejectRecord] = {}
         self._spool = tempfile.SpooledTemporaryFile(_SPOOLED_BYTES, prefix="sharmill-")  # noqa: SIM115
         self._together: dict[Hashable, list[Segment]] = {}
@@ -306,13 +315,16 @@ class SegmentsOnce(Generic[Data, Made]):
         self._rows = self._read_rows()
 
     def recordings(self) -> Iterator[RecordingSegments]:
-        """Yield the segments of each recording, in the order of first uses."""
+        """Yield the segments of each recording, in the order of their first use."""
         for together in self._together.values():
             row = self._rows.get(together[0].recording)
             yield RecordingSegments(together, None if row is None else np.frombuffer(self._get(*row), np.uint8))
 
     def _read_rows(self) -> dict[Hashable, tuple[int, int]]:
-        """Read the audio in rows of parquet files in order, since reading one row takes its whole row group."""
+        """Read the audio in rows of Parquet files, and return its place in the spool by recording.
+
+        Rows are read in order, because reading one row requires its whole row group.
+        """
         found: dict[Hashable, tuple[int, int]] = {}
         rows: dict[Any, tuple[Segment, Member]] = {
             one.recording: (one, one.member)
@@ -328,7 +340,7 @@ class SegmentsOnce(Generic[Data, Made]):
         return found
 
     def get(self, segment: Segment) -> tuple[Data | bytes, Made]:
-        """Return the result for a segment; an array may be returned as its bytes.
+        """Return the result for a segment: its data and their description. An array may be returned as its bytes.
 
         Raises:
             RejectRecord: the audio of the segment cannot be used.
@@ -368,7 +380,7 @@ def find_peak(samples: np.ndarray) -> float:
     """Return the magnitude of the loudest sample in (samples,); full scale is 1.
 
     Raises:
-        RejectRecord: ``over_full_scale`` if it is so far above 1 that the samples must have another scale.
+        RejectRecord: ``over_full_scale`` if the magnitude is so far above 1 that the samples must have another scale.
     """
     low, high = to_float(np.array([samples.min(), samples.max()]))
     peak = max(float(high), -float(low))
@@ -397,7 +409,7 @@ def _locate(segment: Segment, path: Path, info: AudioInfo) -> SegmentPlace:
     start, num_samples = 0, info.num_samples
     if not segment.whole_file:
         start, num_samples = segment_bounds(segment.offset, segment.duration, info.sampling_rate)
-        # The header check allows a segment to end slightly after its file.
+        # The check against the header allows a segment to end slightly after the end of its file.
         num_samples = min(num_samples, info.num_samples - start)
         if num_samples <= 0:
             raise RejectRecord("empty_audio", "the segment has no samples")
@@ -409,9 +421,10 @@ def _locate(segment: Segment, path: Path, info: AudioInfo) -> SegmentPlace:
 def _checksum(segment: Segment, location: SegmentPlace, samples: np.ndarray, checksum_all: Callable[[], str]) -> str:
     """Return a checksum of the audio of a segment; ``checksum_all`` returns the checksum of the whole recording.
 
-    For a whole file it covers the bytes, and for a part the samples, which are read anyway. The samples of MP3, Vorbis
-    and Opus may differ in their last bits between kinds of CPU. Parts of such files therefore get the checksum of the
-    whole recording. It is computed once per file, and taken from the notes if size and time are still the same.
+    The checksum of a whole file covers its bytes. The checksum of a part covers the samples, which are read anyway.
+    However, the samples of MP3, Vorbis and Opus may differ in their last bits between kinds of CPU, so parts of such
+    files get the checksum of the whole recording. That checksum is computed once per file, or taken from the notes if
+    the file's size and modification time are unchanged.
     """
     notes = segment.notes
     if not location.is_whole_file:

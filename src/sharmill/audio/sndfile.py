@@ -27,9 +27,10 @@ from sharmill.files.messages import anonymous_file
 
 log = logging.getLogger(__name__)
 
-# Our names of formats, unless they are libsndfile's in lower case.
+# Our names for formats; all other formats have libsndfile's name in lower case.
 _OTHER_NAMES: Final = {"OPUS": "opus", "WAVEX": "wav"}
-# Subtypes whose samples do not depend on earlier ones, so that a seek gives the same values as a complete decode.
+# Subtypes whose samples do not depend on earlier samples, so that decoding after a seek gives the same values as
+# decoding the whole file.
 _MEMORYLESS: Final = ("PCM_S8", "PCM_U8", "PCM_16", "PCM_24", "PCM_32", "FLOAT", "DOUBLE", "ULAW", "ALAW")
 _UNKNOWN_LENGTH: Final = (1 << 63) - 1  # libsndfile's SF_COUNT_MAX
 # If a chunk extends beyond the end of the file, libsndfile shortens it and only mentions that in its log.
@@ -50,7 +51,7 @@ class SndfileDecoder(Decoder):
     def __init__(self, source: AudioBytes) -> None:
         self._source = source
         self._is_mpeg = _MPEG.match(source.read(0, 3)) is not None
-        # libsndfile does not get the path, as it would accept any file named .raw, .vox, .gsm or .au as audio.
+        # libsndfile does not get the path, because it would accept any file named .raw, .vox, .gsm or .au as audio.
         descriptor = source.descriptor
         if descriptor is not None:
             os.lseek(descriptor, 0, os.SEEK_SET)  # another decoder may have moved it
@@ -59,7 +60,7 @@ class SndfileDecoder(Decoder):
         # soundfile computes each property on every access.
         num_samples, kind, subtype = sound.frames, sound.format, sound.subtype
         exact = kind == "FLAC" or subtype in _MEMORYLESS
-        # FFmpeg's demuxer that reads all of the audio, if libsndfile reads only a part; otherwise empty.
+        # Name of the FFmpeg demuxer that reads all of the audio, if libsndfile reads only a part; otherwise empty.
         self.demuxer = ""
         # Positions of concatenated streams, of which libsndfile reads only the first.
         self.starts: list[int] = []
@@ -72,7 +73,7 @@ class SndfileDecoder(Decoder):
             self.demuxer = "ogg"
         # Converting 16-bit samples to floats takes libsndfile several times as long.
         self._dtype = "int16" if subtype == "PCM_16" else "float32"
-        # Ogg states its length in its last page, so it cannot be wrong by much.
+        # The length of an Ogg file comes from its last page, so it cannot be wrong by much.
         is_bounded = not exact and kind not in ("OGG", "FLAC")
         if is_bounded and num_samples > source.size * MAX_SAMPLES_PER_BYTE:
             raise RejectRecord(
@@ -94,7 +95,8 @@ class SndfileDecoder(Decoder):
 
     def read(self, num_samples: int) -> np.ndarray:
         if not self._sought and sf.SoundFile.seekable(self._sound):  # GSM in WAV is not seekable
-            # soundfile.read seeks first too, which changes the last bits of MP3. A header needs no seek, which decodes.
+            # Seek before the first read, as soundfile.read does: a seek changes the last bits of MP3. Reading only the
+            # header does not seek, because a seek would decode audio.
             self.seek(0)
         if self._whole is not None:
             found = self._whole[self._position : self._position + num_samples]
@@ -122,7 +124,7 @@ class SndfileDecoder(Decoder):
             whole = decode_flac(stream) if self._dtype == "int16" else None
             if whole is not None:
                 self._whole = whole[:, 0] if whole.shape[1] == 1 else whole
-            # If the MD5 sum is right, these are all samples.
+            # If the MD5 sum is right, these are all of the samples.
             if has_another_flac(stream) or (whole is None and has_unstated_flac(stream, num_samples)):
                 raise RejectRecord("duration_mismatch", f"{name} holds more audio than its header states")
         else:
@@ -136,7 +138,7 @@ class SndfileDecoder(Decoder):
 
 
 class _ForwardSound(sf.SoundFile):
-    """A SoundFile that reads without seeks in between, after which MP3 would decode to other values."""
+    """A SoundFile that does not seek between reads, because an MP3 decodes to other values after a seek."""
 
     def seekable(self) -> bool:
         return False
@@ -159,7 +161,7 @@ def _rejecting(name: str, is_mpeg: bool) -> Iterator[None]:
 def _logging_warnings(name: str, is_mpeg: bool) -> Iterator[None]:
     """Log the messages that libmpg123 writes to the standard error of the process, with the name of the file.
 
-    In other threads than the main one they are not intercepted, because all threads share the descriptor.
+    Messages are intercepted only in the main thread, because all threads share the descriptor.
     """
     if not is_mpeg or not _has_standard_error() or threading.current_thread() is not threading.main_thread():
         yield
@@ -178,7 +180,7 @@ def _logging_warnings(name: str, is_mpeg: bool) -> Iterator[None]:
 
 
 def _has_standard_error() -> bool:
-    """Return True if descriptor 2 is open for writing; once closed, it may have been reused for the recording."""
+    """Return True if descriptor 2 is open for writing; if it was closed, the recording may have reused its number."""
     try:
         return sys.__stderr__ is not None and fcntl.fcntl(2, fcntl.F_GETFL) & os.O_ACCMODE != os.O_RDONLY
     except OSError:

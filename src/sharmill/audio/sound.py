@@ -1,4 +1,4 @@
-"""Acoustic measures of a segment, taken whenever it is decoded, and their form in manifests."""
+"""Acoustic measures of segments, which are computed whenever a segment is decoded, and their form in manifests."""
 
 import base64
 import math
@@ -10,14 +10,16 @@ import numpy as np
 
 from sharmill.errors import UnitFailed
 
-# Samples per kHz in a frame of 32 ms. The rate is rounded to kHz: 706 samples take an FFT six times as long as 704.
+# Samples per kHz in a frame of 32 ms. The rate is rounded to kHz, because an FFT of 706 samples takes six times as long
+# as an FFT of 704.
 _FRAME_SAMPLES: Final = 32
 # A frame is silent if it is this much quieter than the loud frames.
 _SILENCE_DB: Final = 40.0
 _FLOOR_DB: Final = -120.0
 _FULL_SCALE: Final = 0.999
 _HIGHEST: Final = 100.0
-# Numbers of frames for the mean spectra, spread over the segment; their FFTs take a few tenths of a millisecond.
+# Maximum numbers of loud and of quiet frames, spread over the segment, for the mean spectra. Their FFTs take a few
+# tenths of a millisecond.
 _LOUD_FRAMES: Final = 32
 _QUIET_FRAMES: Final = 16
 # A band contains speech if its mean level in the loud frames is at most _BAND_DB below the strongest band, as in NeMo's
@@ -26,7 +28,7 @@ _BAND_HZ: Final = 250.0
 _BAND_DB: Final = 50.0
 _ABOVE_NOISE_DB: Final = 6.0
 _LOUD_DB: Final = 20.0
-# Unless the quietest tenth of the frames is this much below the loud ones, it is speech rather than noise.
+# The quietest tenth of the frames counts as noise if it is this much quieter than the loud frames, otherwise as speech.
 _PAUSE_DB: Final = 10.0
 _STEPS: Final = (100, 100, 100, 30_000, 30_000, 300)
 _PACKED: Final = struct.Struct("<6h")
@@ -53,16 +55,19 @@ class Sound(NamedTuple):
     bandwidth: float
 
     def pack(self) -> str:
-        """Return the quantised measures as 16 characters, so that lines of manifests keep their lengths."""
+        """Return the quantised measures as 16 characters.
+
+        The width is fixed, so that the lengths of manifest lines do not depend on the values.
+        """
         steps = (value * step for value, step in zip(self, _STEPS, strict=True))
         return base64.b64encode(_PACKED.pack(*(round(max(-32768, min(32767, number))) for number in steps))).decode()
 
     @classmethod
     def unpack(cls, text: str) -> "Sound":
-        """Return the measures from a result of ``pack``.
+        """Return the measures that ``pack`` has packed.
 
         Raises:
-            UnitFailed: the text is no such result.
+            UnitFailed: the text is not a result of ``pack``.
         """
         try:
             numbers = _PACKED.unpack(base64.b64decode(text))
@@ -117,7 +122,7 @@ def _spread(chosen: np.ndarray, most: int) -> np.ndarray:
 
 
 def _band_levels(frames: np.ndarray, sampling_rate: int) -> np.ndarray:
-    """Return the mean level in dB of each band below half the sampling rate."""
+    """Return the mean level in dB, over frames (frames, samples), of each band below half the sampling rate."""
     size = frames.shape[1]
     spectrum = np.fft.rfft(frames * _window(size), axis=1)
     power = (spectrum.real**2 + spectrum.imag**2).mean(axis=0)

@@ -72,7 +72,7 @@ class RowFile:
             raise UnreadableRows(f"its rows cannot be read: {one_line(error)}") from error
 
     def audio_bytes(self, column: str) -> str | None:
-        """Return the name by which ``read`` knows the bytes of a column, such as ``audio.bytes``; None without bytes."""
+        """Return the name of a column's bytes for ``read``, such as ``audio.bytes``; None if there are no bytes."""
         from pyarrow import types
 
         kind = self.schema.field(column).type
@@ -161,7 +161,7 @@ def _open(path: Path, state: tuple[int, int] | None) -> RowFile:
 
 
 def file_state(path: Path) -> tuple[int, int] | None:
-    """Return size (bytes) and modification time (ns) of a file, which change if it is replaced; None if it is missing."""
+    """Return a file's size in bytes and modification time in ns, which change if it is replaced; None if missing."""
     try:
         status = path.stat()
     except OSError:  # the error is reported when the file is opened

@@ -51,7 +51,7 @@ _RATES: Final = {3: (44100, 48000, 32000), 2: (22050, 24000, 16000), 0: (11025, 
 
 
 def skip_tags(read: Read, position: int) -> int:
-    """Return the position after the tags (ID3, APE, Lyrics3) and zeros at ``position``; it may exceed the file's size."""
+    """Return the position after the tags (ID3, APE, Lyrics3) and zeros at ``position``; it may exceed the file size."""
     while head := read(position, 32):
         if head.startswith(_ID3) and len(head) > 9:  # the size has 28 bits; a flag announces a footer
             size = sum((byte & 0x7F) << shift for byte, shift in zip(head[6:10], _ID3_SHIFTS, strict=True))

@@ -13,7 +13,7 @@ _FLAC_BEGIN: Final = b"fLaC\0\0\0\x22"
 
 
 def flac_header(data: bytes | memoryview) -> tuple[int, int, int] | None:
-    """Return the samples per channel, channels and rate from a FLAC's first block (STREAMINFO); None for other files."""
+    """Return samples per channel, channels and rate from a FLAC's first block, STREAMINFO; None for other files."""
     head = bytes(data[:42])
     # The block has type 0 and 34 bytes; the bit above the type marks the last block.
     if len(head) < 42 or head[:4] != b"fLaC" or head[4] & 127 or head[5:8] != b"\0\0\x22":

@@ -176,7 +176,7 @@ class AudioRoot:
         return _url_below(self.url, relative) if self.url else os.path.realpath(self._join(relative))
 
     def check_inside(self, relative: str) -> None:
-        """Raise RejectRecord ``outside_root`` if a normalised path leaves the root by a link or percent-encoded '..'."""
+        """Raise RejectRecord ``outside_root`` if a normalised path leaves the root by a link or an encoded ``..``."""
         if self.url:
             _check_dots(relative)
             return

@@ -200,7 +200,7 @@ class SegmentReader:
         return FileCopy(data, location, self._check(segment, location, samples, found).notes.sound)
 
     def _check_length(self, segment: Segment, location: SegmentPlace) -> None:
-        """Reject audio that was replaced after the stage prepare, or whose duration differs from the record's duration."""
+        """Reject audio that was replaced after the stage prepare, or whose duration differs from the record."""
         rate = location.info.sampling_rate
         seconds = location.num_samples / rate
         if segment.notes.size not in (-1, location.size):
@@ -247,7 +247,7 @@ class RecordingSegments:
 
     @property
     def seconds(self) -> float:
-        """The duration in seconds of all segments, or of audio that takes as much memory as ``stored``: the longer one."""
+        """Seconds of all segments, or of audio that takes as much memory as ``stored``, whichever is more."""
         of_row = 0.0 if self.stored is None else len(self.stored) / _BYTES_PER_SECOND
         return max(of_row, sum(segment.duration for segment in self.segments))
 

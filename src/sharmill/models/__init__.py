@@ -1,15 +1,15 @@
 """Speaker encoders and codecs: two protocols, and functions that find and load models by name or by dataset record.
 
 Importing this package and finding a model imports neither torch nor NeMo nor transformers; loading or checking a model
-does. Callers decode, resample and batch the audio of a unit. A backend gets float32 audio at its own sampling rate.
-Apart from the noise of float arithmetic, its results do not depend on the other items in the batch.
+does. Callers decode, resample and batch the audio. A model gets float32 audio at its own sampling rate. Its results for
+an item do not depend on the other items in the batch, apart from the rounding of float arithmetic.
 
 >>> find_codec("builtin").identity()["backend"]
 'builtin'
 
-A family of models is a class derived from ``ModelFamily``. sharmill's own are listed in ``sharmill.registry``. Another
-package adds one by an entry point in the group ``sharmill.encoders`` or ``sharmill.codecs``, or a configuration refers
-to it as ``python:package.module:Class``.
+A family of models is a class derived from ``ModelFamily``. sharmill's own families are listed in ``sharmill.registry``.
+Another package adds a family by an entry point in the group ``sharmill.encoders`` or ``sharmill.codecs``, or a
+configuration refers to the family's class as ``python:package.module:Class``.
 """
 
 from __future__ import annotations
@@ -74,11 +74,11 @@ class SpeakerEncoder(Protocol):
             num_samples: (batch,) int64, the length of each item in samples.
 
         Returns:
-            (batch, embedding_size) float32, on the CPU or on the model's device. Every row has length 1, except for
-            digital silence (all samples zero): it gives the zero vector, whose similarity to everything is 0.
+            (batch, embedding_size) float32, on the CPU or on the model's device. Every row has length 1, except that
+            the row of digital silence (all samples zero) is the zero vector, whose similarity to everything is 0.
 
         Raises:
-            ValueError: the shapes do not fit together.
+            ValueError: the shapes are inconsistent.
         """
 
 
@@ -90,11 +90,11 @@ class Codec(Protocol):
         sampling_rate: the rate of the audio that ``encode`` expects, in Hz.
         samples_per_frame: the number of samples of audio in one frame of codes.
         num_codebooks: the number of codes per frame.
-        codebook_size: the number of values of a code; every code is in ``range(codebook_size)``.
+        codebook_size: the number of possible values of a code; every code is in ``range(codebook_size)``.
         checksum: the xxh3 (hex) of the parameters and saved buffers, in the order of their names.
         trained: False for a model whose codes are meaningless.
         equal_lengths_only: True if padding on the right changes an item's codes. The backend then encodes only items
-            with equal numbers of frames together. It is fastest if the caller batches such items.
+            with equal numbers of frames together, and is fastest if the caller batches such items.
     """
 
     sampling_rate: int
@@ -119,8 +119,8 @@ class Codec(Protocol):
             (batch, num_codebooks, max_frames) int64 on the CPU, 0 beyond an item's last frame.
 
         Raises:
-            ValueError: the shapes do not fit together.
-            FatalError: the model returns another number of frames.
+            ValueError: the shapes are inconsistent.
+            FatalError: the model returns a different number of frames.
             UnitFailed: the model returns an index outside its codebook, or values that are not finite. If the code is
                 ``bad_codes``, the segments are encoded again one by one, and a segment that fails again gets no codes.
         """
@@ -147,17 +147,17 @@ class DecodingCodec(Codec, Protocol):
             (batch, samples) float32 on the CPU, at ``decoded_sampling_rate``; 0 beyond an item's last frame.
 
         Raises:
-            ValueError: the shapes do not fit together, or codes lie outside the codebook.
+            ValueError: the shapes are inconsistent, or codes lie outside the codebook.
             ConfigError: the model cannot decode.
         """
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelFamily(ABC):
-    """A family of codecs or speaker encoders; an instance is one of its models, which is not loaded yet.
+    """A family of codecs or speaker encoders. An instance is one model of the family, which is not loaded yet.
 
     A family is a frozen, keyword-only dataclass derived from this one. Its fields are options, which a configuration
-    sets beside the name of the model. An option that does not affect the output is a field with ``compare=False``.
+    sets next to the name of the model. Options that do not affect the output are fields with ``compare=False``.
 
     Args:
         name: the model as named in the configuration, ``family`` or ``family:target``.
@@ -170,20 +170,21 @@ class ModelFamily(ABC):
     version: str = ""
 
     packages: ClassVar[tuple[str, ...]] = ()
-    """Names on PyPI of the packages, besides torch, that compute its models."""
+    """PyPI names of the packages, besides torch, that compute the models of the family."""
     modules: ClassVar[tuple[str, ...]] = ()
-    """Modules with slow imports that ``load`` needs; the ranks of a machine import them only once."""
+    """Modules that ``load`` needs and that are slow to import; the ranks of a machine import them only once."""
     takes_target: ClassVar[bool] = True
     """False for a family with a single model, whose name has no target."""
     cross_speaker_similarities: ClassVar[tuple[tuple[float, float], ...]] = ()
-    """For speaker encoders: similarities of utterances of different speakers, in increasing order, each with the share
-    of pairs that are less similar; empty if not measured."""
+    """For speaker encoders: similarities of utterances by different speakers, in increasing order, each with the share
+    of such pairs whose similarity is lower; empty if not measured.
+    """
 
     @property
     def min_similarity(self) -> float | None:
         """Minimum similarity at which a speaker encoder considers two utterances one voice; None if unknown.
 
-        Similarities of different encoders are not comparable, so each needs its own number.
+        Similarities of different encoders are not comparable, so each encoder needs its own threshold.
         """
         return None
 
@@ -197,7 +198,7 @@ class ModelFamily(ABC):
         """Return the path of the target if it is a file or directory; None for a name to be looked up elsewhere.
 
         Raises:
-            ConfigError: the model cannot be loaded, for a reason that shows without loading it.
+            ConfigError: the model cannot be loaded, for a reason that is found without loading it.
         """
         if self.target and not self.takes_target:
             raise ConfigError(f"'{self.name}' takes no target: write {Registry.split(self.name)[0]}", code="bad_model")
@@ -234,7 +235,7 @@ class ModelFamily(ABC):
 
     @property
     def published_name(self) -> str:
-        """The name without folders of this machine, for publication."""
+        """The model's name without the path of a local folder, for publication."""
         path = Path(self.target).expanduser()
         return f"{Registry.split(self.name)[0]}:{path.name}" if self.target and path.exists() else self.name
 
@@ -243,7 +244,8 @@ class ModelFamily(ABC):
         """Return the model on a torch device: a ``Codec`` or a ``SpeakerEncoder``.
 
         Raises:
-            ConfigError: the model, its file or the installation is wrong; one line with the remedy.
+            ConfigError: the model, its file or the installation is wrong; the message is one line that includes the
+                remedy.
         """
 
 
@@ -277,15 +279,15 @@ def load_speaker_encoder(
     """Load a speaker encoder.
 
     Args:
-        name: ``resemblyzer``, ``nemo:titanet_large`` (any pretrained name), ``nemo:/path/model.nemo``, or an encoder
-            of another package.
+        name: ``resemblyzer``, ``nemo:titanet_large`` (any pretrained name), ``nemo:/path/model.nemo``, or an encoder of
+            another package.
         device: the torch device of the model.
-        precision: the arithmetic in which it computes.
-        options: options of its family, such as ``allow_targets`` for NeMo.
+        precision: the arithmetic in which the model computes.
+        options: options of the model's family, such as ``allow_targets`` for NeMo.
 
     Raises:
-        ConfigError: the name, the file or the installation is wrong, or the device does not support the precision; one
-            line with the remedy.
+        ConfigError: the name, the file or the installation is wrong, or the device does not support the precision; the
+            message is one line that includes the remedy.
 
     >>> load_speaker_encoder("resemblyzer").embedding_size
     256
@@ -297,15 +299,16 @@ def load_codec(name: str, device: str = "cpu", *, precision: Precision = "fp32",
     """Load a codec.
 
     Args:
-        name: ``builtin``, ``nemo:<pretrained name or .nemo file>``, ``transformers:<directory or hub name>``,
-            or a codec of another package.
+        name: ``builtin``, ``nemo:<pretrained name or .nemo file>``, ``transformers:<directory or hub name>``, or a
+            codec of another package.
         device: the torch device of the model.
-        precision: the arithmetic in which it computes.
-        options: options of its family, such as ``allow_targets`` for NeMo.
+        precision: the arithmetic in which the model computes.
+        options: options of the model's family, such as ``allow_targets`` for NeMo.
 
     Raises:
         ConfigError: the name, the file or the installation is wrong, the device does not support the precision, or 1, 2
-            and 5 frames of audio do not give as many frames of valid codes; one line with the remedy.
+            or 5 frames of audio are not encoded to as many frames of valid codes; the message is one line that includes
+            the remedy.
 
     >>> load_codec("builtin").samples_per_frame
     640
@@ -333,17 +336,17 @@ def find_recorded_codec(
 ) -> ModelFamily:
     """Find the codec that made the codes of a dataset, without loading it.
 
-    A dataset is untrusted, so a model is not loaded only because a dataset names it. The user must name the model,
-    unless it is the codec that comes with sharmill.
+    Datasets are untrusted, so the name of a model in a dataset is not enough to load the model. The user must name it
+    too, unless it is the codec that comes with sharmill.
 
     Args:
         record: the record of the codec in the dataset.
         given: the model that the user names; None for sharmill's own codec.
-        options: options of its family.
+        options: options of the model's family.
 
     Raises:
-        ConfigError: the user names no model, and the dataset's model is not sharmill's own or was removed; or the model
-            cannot be loaded, for a reason that shows without loading it.
+        ConfigError: the user names no model, although the dataset's model is not sharmill's own or was removed; or the
+            model cannot be loaded, for a reason that is found without loading it.
     """
     hint = f"(name the model with --codec-model {record.name}=MODEL)"
     if given is None and record.model == "untrained":
@@ -361,7 +364,7 @@ def find_recorded_codec(
         model = find_codec(given or record.model, **(options or {}))
         model.resolve()
     except ConfigError as error:
-        # A dataset names local models without their folders.
+        # A dataset names local models without their folders, so its name alone may not be enough to find the model.
         raise ConfigError(f"{error} {hint}", code=error.code) from error
     return model
 
@@ -374,8 +377,8 @@ def load_recorded_codec(
     Args:
         record: the record of the codec in the dataset.
         given: as for ``find_recorded_codec``.
-        options: options of its family.
-        precision: the arithmetic in which it encodes.
+        options: options of the model's family.
+        precision: the arithmetic in which the model computes.
 
     Raises:
         ConfigError: as ``find_recorded_codec``; also if the model differs from the record.
@@ -439,9 +442,9 @@ def _find_model(registry: Registry, name: str, options: Mapping[str, Any]) -> Mo
 
 
 def _checksum_of(path: Path) -> str:
-    """Return the xxh3 of a file, or of the names, sizes and bytes of all files in a directory that are not hidden.
+    """Return the xxh3 of a file, or of the names, sizes and bytes of all files in a directory except hidden ones.
 
-    Download tools keep notes with times in hidden folders beside the model.
+    Download tools keep records with timestamps in hidden folders beside the model.
     """
     if not path.is_dir():
         return checksum(path)

@@ -1,12 +1,12 @@
-"""Batches of a model: their items and shapes, and the division of long segments into pieces.
+"""Planning of batches for models, and division of long segments into pieces.
 
-Shapes and padding depend only on the lengths, the configuration and the kind of device. Batches for a codec are planned
-in frames. Canonical batches have only a few lengths, and one number of rows for each length. The arithmetic for an item
-then does not depend on the other items in the batch.
+The shapes and the padding of batches depend only on the lengths of the items, the configuration and the kind of device.
+Batches for a codec are planned in frames. Canonical batches have only a few lengths, and a fixed number of rows for
+each length. The arithmetic for an item then does not depend on the other items in the batch.
 
 Long segments are divided for codecs whose codes depend on a bounded stretch of audio. Each piece includes this stretch
-on both sides of its own frames, so that in exact arithmetic the codes equal those of the undivided segment. The cuts
-depend only on the length of the segment and the codec.
+on both sides of its own frames, so that in exact arithmetic the codes equal the codes of the undivided segment. The
+division depends only on the length of the segment and on the codec.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# Canonical lengths between a power of two and the next. Rounding up to them adds 1 / 45 of padding on average.
+# Number of canonical lengths from a power of two to the next. Rounding up to them adds 1 / 45 of padding on average.
 _LENGTHS_PER_OCTAVE: Final = 16
-# Longer segments are divided. This is the default size of a batch, and longer than most utterances.
+# Segments longer than this are divided. This is the default size of a batch, and longer than most utterances.
 PIECE_SECONDS: Final = 20.0
 
 
@@ -60,9 +60,9 @@ def pad(
     """Return arrays (samples,) as one zero-padded float32 tensor (batch, samples), and their lengths (items,).
 
     Args:
-        items: float32 arrays, or int16 with a full scale of 32768.
+        items: float32 arrays, or int16 arrays with a full scale of 32768.
         at_least: the minimum numbers of rows and samples.
-        pinned: use pinned memory, from which copies to a GPU are asynchronous; torch reuses such memory.
+        pinned: True to use pinned memory, from which copies to a GPU are asynchronous; torch reuses such memory.
     """
     import torch
 
@@ -87,7 +87,7 @@ class Batch:
         items: the indices of the items.
         num_frames: the number of frames of each row.
         num_rows: the number of rows; rows beyond the items are silence.
-        as_one_length: True if the length of every row is ``num_frames``, with silence after shorter items.
+        as_one_length: True if every row counts as ``num_frames`` long, with silence after shorter items.
     """
 
     items: list[int]
@@ -118,11 +118,11 @@ def plan_batches(
 
     Args:
         frames: the number of frames of each item.
-        batch_seconds: seconds of audio in a batch, padding included; the kind of device may limit it further.
+        batch_seconds: maximum seconds of audio in a batch, padding included; the kind of device may lower this limit.
         codec: the codec.
         device: ``cpu`` or ``cuda``.
-        canonical: give every item its canonical length, and every batch as many rows as fit. On a CPU that is one row:
-            there, encoding items one by one takes no longer, and needs no silent rows.
+        canonical: True to pad every item to its canonical length, and every batch to the number of rows that fit. On a
+            CPU, a batch then has one row, because encoding items one by one takes no longer and needs no silent rows.
     """
     max_frames = fit_batch_seconds(batch_seconds, device) * codec.sampling_rate / codec.samples_per_frame
     if canonical:
@@ -157,7 +157,7 @@ def canonical_length(num_frames: int) -> int:
 
 
 def log_padding(stats: Sequence[Mapping[str, Any]], done: str) -> None:
-    """Log the padding of all units, by the statistics ``padded_seconds`` and, for example, ``embedded_seconds``."""
+    """Log the share of padding over all units, from ``padded_seconds`` and ``<done>_seconds`` in their statistics."""
     seconds, padded = (sum(one[f"{name}_seconds"] for one in stats) for name in (done, "padded"))
     share = 100 * (1 - seconds / padded) if padded else 0.0
     log.info("%.1f s of audio %s, %.2f %% of the batches is padding", seconds, done, share)
@@ -178,7 +178,7 @@ class Pieces:
     after: int
 
     def divide(self, num_frames: int) -> list[tuple[int, slice]]:
-        """Divide a segment longer than a piece; return the first frame of each piece and the slice of it to keep.
+        """Divide a segment longer than a piece; return the first frame of each piece and the slice of frames to keep.
 
         The kept frames of all pieces, in order, make up the segment.
         """
@@ -192,7 +192,7 @@ class Pieces:
         return pieces
 
     def rows(self, max_frames: float) -> int:
-        """Return the number of pieces in a batch of ``max_frames`` frames, at least one."""
+        """Return the number of pieces in a batch of ``max_frames`` frames; at least 1."""
         return max(1, int(max_frames // self.length))
 
     def encode(self, codec: Codec, samples: np.ndarray, max_frames: float, *, pinned: bool = False) -> np.ndarray:
@@ -201,7 +201,7 @@ class Pieces:
         Args:
             codec: the codec.
             samples: the samples of the segment.
-            max_frames: the number of frames in a batch.
+            max_frames: the maximum number of frames in a batch.
             pinned: as for ``pad``.
         """
         size = codec.samples_per_frame
@@ -218,7 +218,7 @@ class Pieces:
 
 
 def find_pieces(codec: Codec, seconds: float = PIECE_SECONDS) -> Pieces | None:
-    """Return the division of long segments for a codec; None if codes may depend on more audio than a piece has."""
+    """Return the division of long segments for a codec; None if its codes may depend on more audio than a piece has."""
     reach = getattr(codec, "find_reach", lambda: None)()
     if reach is None:
         return None

@@ -1,7 +1,8 @@
-"""The codec that comes with sharmill, in plain torch.
+"""The codec that comes with sharmill, implemented in plain torch.
 
 It is a NeMo AudioCodecModel. Importing NeMo opens about ten thousand files, which every rank would do when it starts.
-Encoder and quantizer are therefore implemented here with NeMo's arithmetic, and NeMo is loaded only for decoding.
+The encoder and the quantizer are therefore implemented here with NeMo's arithmetic, and NeMo is loaded only for
+decoding.
 """
 
 import io
@@ -27,7 +28,7 @@ _LEVEL_MARGIN: Final = 1e-3
 
 
 class _CausalConv(nn.Module):
-    """A convolution that depends only on the past."""
+    """A convolution whose output depends only on present and past input."""
 
     def __init__(self, inputs: int, outputs: int, kernel_size: int, stride: int = 1) -> None:
         super().__init__()
@@ -39,7 +40,7 @@ class _CausalConv(nn.Module):
 
 
 def _make_encoder(config: dict[str, Any], weights: dict[str, Tensor]) -> nn.Sequential:
-    """Return NeMo's CausalHiFiGANEncoder without residual blocks: (batch, 1, samples) to (batch, values, frames).
+    """Return NeMo's CausalHiFiGANEncoder without residual blocks; maps (batch, 1, samples) to (batch, values, frames).
 
     Since it is causal, the padding after an item does not affect the item's own frames.
 
@@ -75,14 +76,15 @@ def _quantize(values: Tensor, levels: Tensor) -> Tensor:
     rounded = torch.round(scale * (values + (offset / scale).tan()).tanh() - offset)
     half = levels // 2
     bases = levels.cumprod(1, dtype=torch.int32) // levels
-    # NeMo divides and multiplies by half too, since its codes are fractions; this keeps the rounding equal.
+    # NeMo also divides and multiplies by half, because its codes are fractions. Doing the same keeps the rounding
+    # equal.
     return torch.sum((half * (rounded / half) + half) * bases, dim=1).to(torch.int32)
 
 
 class _BuiltinCodec(CodecBackend):
     """Encoder and quantizer of a NeMo AudioCodecModel, made from its configuration and weights.
 
-    ``decoding`` is the same model for NeMo, which loads it for decoding.
+    ``decoding`` is the same model as a family of NeMo, which loads it when audio is first decoded.
     """
 
     def __init__(self, config: dict[str, Any], weights: dict[str, Tensor], device: str, decoding: ModelFamily) -> None:
@@ -120,13 +122,16 @@ class _BuiltinCodec(CodecBackend):
 
 
 def load_builtin_codec(path: Path, device: str, decoding: ModelFamily) -> CodecBackend:
-    """Load the codec from its file; only decoding needs NeMo, with ``decoding``, the same model for NeMo."""
+    """Load the codec from its file.
+
+    ``decoding`` is the same model as a family of NeMo. It is loaded, and NeMo with it, only for decoding.
+    """
     with tarfile.open(path) as archive:
         members = {member.name.removeprefix("./"): archive.extractfile(member) for member in archive}
         files = {name: stream.read() for name, stream in members.items() if stream is not None}
     config = yaml.safe_load(files["model_config.yaml"])
     stored = torch.load(io.BytesIO(files["model_weights.ckpt"]), map_location="cpu", weights_only=True)
     weights = {name: tensor for name, tensor in stored.items() if name.startswith(ENCODING_PARTS)}
-    # The file stores them in half precision.
+    # The file stores the weights in half precision.
     weights |= {name: tensor.float() for name, tensor in weights.items() if tensor.is_floating_point()}
     return _BuiltinCodec(config, weights, device, decoding)

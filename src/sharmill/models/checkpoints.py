@@ -1,8 +1,8 @@
 """Limits on the content of checkpoints.
 
 The configuration in a checkpoint names classes to instantiate and files to load. NeMo has a list of allowed names, but
-that includes functions and models that write files, remove folders or load code from a hub. This module allows only the
-classes of speech codecs and speaker models.
+the list includes functions and models that write files, remove folders or load code from a hub. This module allows only
+the classes of speech codecs and speaker models.
 """
 
 import json
@@ -23,7 +23,8 @@ from sharmill.files.regular import open_regular
 
 _CONFIG: Final = "model_config.yaml"
 _WEIGHTS: Final = "model_weights.ckpt"
-# Weights hardly compress, so an archive that unpacks to much more than its size is no checkpoint, unless it is small.
+# Weights hardly compress, so an archive that unpacks to much more than its size is not a checkpoint, unless it is
+# small.
 _MAX_RATIO: Final = 4
 _FREE_BYTES: Final = 1 << 30
 _MAX_MEMBERS: Final = 10_000
@@ -62,12 +63,12 @@ _CLASSES: Final = {
 }  # fmt: skip
 _ALLOWED: Final = frozenset(f"{module}.{name}" for module, names in _CLASSES.items() for name in names)
 _LAYER: Final = re.compile(r"torch\.nn\.[A-Z][A-Za-z0-9]*")
-# The spellings in Hydra, and in older and newer configurations of NeMo.
+# Keys that name a class: in Hydra, and in older and newer configurations of NeMo.
 _TARGET_KEYS: Final = ("_target_", "target", "cls")
-# Maximum sizes of mel filter banks. They are made outside torch, where the limit on layers does not apply.
+# Maximum sizes of mel filter banks. The banks are made outside torch, where the limit on layers does not apply.
 _MAX_BANDS: Final = {"n_fft": 1 << 16, "features": 1 << 12, "n_mels": 1 << 12, "mel_dim": 1 << 12}
 _PATH: Final = re.compile(r"(nemo:)?([/~]|\.\.?/|.*(/\.\.|://))|.*\$\{", re.DOTALL)
-# Not hidden, because checksums leave hidden files out, and not in another folder.
+# Name of a file that is not hidden, because checksums ignore hidden files, and not in another folder.
 _PLAIN_NAME: Final = re.compile(r"[^./\\][^/\\]*")
 TRANSFORMERS_TYPES: Final[tuple[str, ...]] = ("dac", "encodec", "mimi")
 _ADAPTER: Final = "adapter_config.json"
@@ -83,7 +84,7 @@ def refuse_packed_weights(stream: IO[bytes], num_bytes: int, origin: str) -> Non
         with zipfile.ZipFile(stream) as weights:
             unpacked = sum(info.file_size for info in weights.infolist())
     except (zipfile.BadZipFile, NotImplementedError):
-        return  # an older format, or damaged, which torch reports
+        return  # the file is damaged, which torch reports, or has an older format
     if unpacked > num_bytes:
         raise ConfigError(
             f"{origin} is not loaded: its weights would unpack from {num_bytes:,} to {unpacked:,} bytes, but torch "
@@ -100,7 +101,7 @@ def read_nemo_config(path: Path, allow_targets: Collection[str] = ()) -> dict[st
         allow_targets: further values and keys that are allowed, such as names of classes.
 
     Raises:
-        ConfigError: the path is no checkpoint, its content is too large, or its configuration has forbidden values.
+        ConfigError: the path is not a checkpoint, its content is too large, or its configuration has forbidden values.
     """
     try:
         if path.is_dir():
@@ -140,7 +141,8 @@ def _read_archive(path: Path) -> dict[Any, Any]:
     """Return the configuration in an archive, and check the archive without unpacking it.
 
     Raises:
-        tarfile.TarError, zlib.error, lzma.LZMAError, EOFError, OSError, ValueError: it is no archive, or is damaged.
+        tarfile.TarError, zlib.error, lzma.LZMAError, EOFError, OSError, ValueError: it is not an archive, or is
+        damaged.
         ConfigError: a member is missing, or the content is too large.
     """
     config: dict[Any, Any] = {}
@@ -168,7 +170,10 @@ def _read_archive(path: Path) -> dict[Any, Any]:
 
 
 def _walk(value: Any, key: str) -> Iterator[tuple[str, Any]]:
-    """Yield the dotted key and the value of each leaf of a configuration; mappings and lists have a stand-in value."""
+    """Yield the dotted key and the value of each entry of a configuration, at any depth.
+
+    For a mapping or list, yield "" as its value, or None if it is empty.
+    """
     if isinstance(value, (dict, list)):
         yield key, "" if value else None
         for name, child in value.items() if isinstance(value, dict) else enumerate(value):
@@ -178,7 +183,7 @@ def _walk(value: Any, key: str) -> Iterator[tuple[str, Any]]:
 
 
 def _find_fault(name: str, value: Any) -> str | None:
-    """Return why the value of a key, given by its last part, is forbidden; None if it is allowed."""
+    """Return why the value of a key is forbidden, given the last part of the key; None if the value is allowed."""
     if name == "_target_" or (name in _TARGET_KEYS and isinstance(value, str)):
         if str(value) not in _ALLOWED and not _LAYER.fullmatch(str(value)):
             return "which is not a known part of codecs and speaker models"

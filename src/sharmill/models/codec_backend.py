@@ -1,4 +1,4 @@
-"""The part of codecs that all backends share: padding to whole frames, safe batches, checks of the codes.
+"""The part of codecs that all backends share: padding to whole frames, forming safe batches, and checking the codes.
 
 A backend sets the attributes of ``Codec`` and implements ``encode_frames`` for a batch of whole frames. A backend that
 can decode also sets ``decoded_sampling_rate`` and implements ``decode_frames``.
@@ -17,7 +17,7 @@ from sharmill.models.batches import padded_batches
 from sharmill.models.device import fit_batch_seconds
 from sharmill.models.tensors import fit_length, move_batch
 
-# Decoders with mirror padding need this many frames. The last frame of a shorter item is repeated.
+# Minimum number of frames for decoders with mirror padding. The last frame of a shorter item is repeated.
 _MIN_DECODED_FRAMES = 16
 
 
@@ -68,15 +68,15 @@ class CodecBackend(CodecSpec, ABC):
         """
 
     def find_reach(self) -> tuple[int, int] | None:
-        """Return how many preceding and following frames the codes of a frame depend on, by construction of the codec.
+        """Return the numbers of preceding and following frames on which the codes of a frame depend, by architecture.
 
-        None means that codes may depend on all of the audio; it is the result of backends that do not implement this.
+        Return None if the codes may depend on all of the audio, or if the backend does not implement this method.
         """
         return None
 
     def encode(self, audio: Tensor, num_samples: Tensor) -> Tensor:
         """Encode a batch of segments; see ``Codec.encode``."""
-        # The copy of num_samples on the device serves for masks there.
+        # ``there`` is num_samples on the device, for masks there.
         audio, there, num_samples = move_batch(audio, num_samples, self.device)
         num_frames = (num_samples + self.samples_per_frame - 1) // self.samples_per_frame
         max_frames = int(num_frames.max()) if len(num_frames) else 0
@@ -95,7 +95,7 @@ class CodecBackend(CodecSpec, ABC):
             codes: (1, num_codebooks, frames) int64 on the model's device.
 
         Returns:
-            (1, samples) float32, covering the duration of the frames up to a few samples.
+            (1, samples) float32, as long as the frames give or take a few samples.
         """
         raise NotImplementedError
 
@@ -155,7 +155,7 @@ class CodecBackend(CodecSpec, ABC):
             )
         codes = codes.masked_fill(torch.arange(width)[None, None, :] >= num_frames[:, None, None], 0)
         low, high = codes.min().item(), codes.max().item()
-        # Written so that NaN, for which both comparisons are false, fails too.
+        # The condition is written so that it also holds for NaN, for which both comparisons are false.
         if not (low >= 0 and high < self.codebook_size):
             raise UnitFailed(
                 f"codec {self.spec.name} returned indices from {low} to {high}, but has only {self.codebook_size}",

@@ -1,8 +1,8 @@
 """Fast CPU versions of the layers in NeMo's codecs and speaker encoders.
 
 If the channels of a frame are contiguous in memory, rather than the frames of a channel, oneDNN computes convolutions
-up to nine times as fast, and depthwise ones more than ten times. Results differ only by the rounding of sums. A model
-with a layer that is unknown here keeps NeMo's implementation.
+up to nine times as fast, and depthwise convolutions more than ten times as fast. Results differ only by the rounding of
+sums. A model with a layer that this module does not know keeps NeMo's implementation.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class _UnknownLayer(Exception):
-    """A model has a layer that is unknown here, and keeps NeMo's implementation."""
+    """A model has a layer that this module does not know, and keeps NeMo's implementation."""
 
 
 def _channels_last(values: Tensor) -> Tensor:
@@ -84,7 +84,12 @@ class _Conv:
 
 @dataclass(frozen=True)
 class _Validity:
-    """Mask (batch, 1, 1, time) of valid frames, None without padding, and the number of valid frames of each item."""
+    """The valid frames of a batch.
+
+    Attributes:
+        mask: (batch, 1, 1, time), 1 for valid frames and 0 for padding; None without padding.
+        counts: (batch, 1), the number of valid frames of each item.
+    """
 
     mask: Tensor | None
     counts: Tensor
@@ -103,7 +108,7 @@ class _Validity:
 
 
 def fit_hifigan_to_cpu(encoder: nn.Module) -> nn.Module:
-    """Return a fast CPU version of a codec's encoder; an unknown encoder is returned unchanged."""
+    """Return a fast CPU version of a codec's encoder; return an unknown encoder unchanged."""
     from nemo.collections.tts.modules.audio_codec_modules import CausalHiFiGANEncoder, HiFiGANEncoder
 
     if type(encoder) in (CausalHiFiGANEncoder, HiFiGANEncoder):
@@ -113,7 +118,7 @@ def fit_hifigan_to_cpu(encoder: nn.Module) -> nn.Module:
 
 
 class _PaddedConv:
-    """A CausalConv1dNorm or Conv1dNorm with the activation before it."""
+    """A CausalConv1dNorm or Conv1dNorm, together with the activation before it."""
 
     def __init__(self, layer: Any, activation: CodecActivation | None, *, causal: bool) -> None:
         conv = layer.conv
@@ -191,7 +196,7 @@ class _HifiganEncoder(nn.Module):
         self._last = _PaddedConv(encoder.post_conv, encoder.post_activation, causal=causal)
 
     def forward(self, audio: Tensor, audio_len: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the encoded frames (batch, channels, frames), zero beyond each item's end, and their numbers.
+        """Return the encoded frames (batch, channels, frames), zero beyond each item's end, and the items' lengths.
 
         Args:
             audio: (batch, samples).
@@ -208,7 +213,7 @@ class _HifiganEncoder(nn.Module):
 
 
 def fit_titanet_to_cpu(model: EncDecSpeakerLabelModel) -> None:
-    """Replace the encoder and the attentive pooling of a model on the CPU, unless they are unknown."""
+    """Replace the encoder and attentive pooling of a model by fast CPU versions, unless layers are unknown."""
     from nemo.collections.asr.modules import ConvASREncoder
     from nemo.collections.asr.parts.submodules.tdnn_attention import AttentivePoolLayer
 
@@ -237,7 +242,7 @@ class _Block:
         self._activation = _known_layers(block.mout)
 
     def __call__(self, frames: Tensor, valid: _Validity) -> Tensor:
-        """Return (batch, channels, 1, time); the padding of the input is set to zero in place."""
+        """Map frames to (batch, channels, 1, time); the padding of the input is set to zero in place."""
         out = _apply(self._layers, frames, valid)
         if self._excite is not None:
             means = valid.zero_padding(out).sum((2, 3)) / valid.counts
@@ -281,7 +286,7 @@ class _TitanetEncoder(nn.Module):
         self._blocks = [_Block(block) for block in encoder.encoder]
 
     def forward(self, audio_signal: Tensor, length: Tensor) -> tuple[Tensor, Tensor]:
-        """Map features to encoded frames, both (batch, channels, time); return them with the lengths of the items."""
+        """Map features to encoded frames, both (batch, channels, time); return them with the items' lengths."""
         frames = _channels_last(audio_signal)
         valid = _Validity.from_lengths(length, frames)
         for block in self._blocks:
@@ -292,8 +297,8 @@ class _TitanetEncoder(nn.Module):
 class _AttentivePooling(nn.Module):
     """Replacement for an AttentivePoolLayer.
 
-    The first layer of its attention takes each frame together with the mean and deviation of all frames. The part for
-    mean and deviation is the same for all frames, and computed only once.
+    The first layer of the attention takes each frame together with the mean and standard deviation of all frames. The
+    terms for mean and deviation are the same for all frames, and are computed only once.
     """
 
     def __init__(self, pooling: AttentivePoolLayer) -> None:
@@ -315,7 +320,7 @@ class _AttentivePooling(nn.Module):
             raise _UnknownLayer
 
     def forward(self, x: Tensor, length: Tensor) -> Tensor:
-        """Return attention-weighted mean and deviation of encoded frames: (batch, 2 * channels, 1)."""
+        """Return attention-weighted means and deviations (batch, 2 * channels, 1) of frames (batch, channels, time)."""
         frames = _channels_last(x)
         valid = _Validity.from_lengths(length, frames)
         even = torch.ones(1) if valid.mask is None else valid.mask
@@ -329,7 +334,7 @@ class _AttentivePooling(nn.Module):
         return self._statistics(frames, weights)[:, :, 0]
 
     def _statistics(self, frames: Tensor, weights: Tensor) -> Tensor:
-        """Return weighted means and deviations over time: (batch, 2 * channels, 1, 1)."""
+        """Return weighted means and standard deviations over time: (batch, 2 * channels, 1, 1)."""
         means = (frames * weights).sum(3, keepdim=True)
         squares = (frames - means).square_().mul_(weights).sum(3, keepdim=True)
         return torch.cat((means, squares.clamp_(min=self._eps).sqrt_()), dim=1)

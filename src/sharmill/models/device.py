@@ -1,7 +1,6 @@
 """The device of a model: checks that torch can use it, its kind, its batch size, and its arithmetic.
 
-The arithmetic is the same in every run, with the precision of the configuration. Importing this module does not import
-torch.
+All runs use the same arithmetic, with the precision of the configuration. Importing this module does not import torch.
 """
 
 import logging
@@ -21,9 +20,9 @@ log = logging.getLogger(__name__)
 _DRIVER_FILE: Final = Path("/proc/driver/nvidia/version")
 # CUDA version of the torch build -> minimum driver and compute capability.
 _NEEDS: Final = {"13": "a driver of 580 or later and compute capability 7.5 or higher"}
-# On a CPU, more audio at once is slower: activations of a large batch exceed the cache, and use new pages each time.
+# On a CPU, larger batches are slower: their activations exceed the cache, and use new pages each time.
 _CPU_BATCH_SECONDS: Final = 10.0
-# The first generation of GPUs with TensorFloat-32 and bfloat16.
+# Compute capability of the first GPUs with TensorFloat-32 and bfloat16.
 _REDUCED_CAPABILITY: Final = (8, 0)
 
 Encode = TypeVar("Encode", bound=Callable[..., Any])
@@ -36,7 +35,7 @@ def check_device(device: str) -> str:
         ``cpu``, or the GPU's name and compute capability: ``NVIDIA H200, capability 9.0``.
 
     Raises:
-        DeviceError: torch cannot use the device; the message states torch's reason, the driver, and its requirements.
+        DeviceError: torch cannot use the device; the message states torch's reason and requirements, and the driver.
     """
     if device == "cpu":
         return "cpu"
@@ -62,7 +61,7 @@ def explain_missing() -> str:
 
 
 def driver_version() -> str:
-    """Return the version of NVIDIA's kernel driver, or words for a missing or unknown one."""
+    """Return the version of NVIDIA's kernel driver, or a phrase that says that it is missing or unknown."""
     try:
         text = _DRIVER_FILE.read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -82,7 +81,7 @@ def _describe_torch() -> str:
         needs = _NEEDS.get(cuda.partition(".")[0])
         built = f"torch {torch.__version__} is built for CUDA {cuda}" + (f", which needs {needs}" if needs else "")
     found = ""
-    # torch may know only the number of GPUs.
+    # torch may know the number of GPUs but not their properties.
     with suppress(RuntimeError, AssertionError):
         for index in range(torch.cuda.device_count()):
             major, minor = torch.cuda.get_device_capability(index)
@@ -93,10 +92,10 @@ def _describe_torch() -> str:
 def make_deterministic() -> None:
     """Make the results of torch reproducible.
 
-    A single thread computes, so that sums do not depend on the number of cores; other cores have their own ranks.
-    cuBLAS gets a workspace of fixed size, without which recurrent layers may differ between runs. The kernel fusion of
-    TorchScript is switched off: it starts after some calls, and would make later results of a rank differ from the
-    first ones.
+    Only one thread computes, so that sums do not depend on the number of cores; the other cores have their own ranks.
+    cuBLAS gets a workspace of fixed size, without which the results of recurrent layers may differ between runs. The
+    kernel fusion of TorchScript is switched off: it starts after some calls, and would make later results of a rank
+    differ from its first results.
     """
     import torch
 
@@ -115,8 +114,8 @@ def with_precision(encode: Encode, device: str, precision: Precision) -> Encode:
     Weights and results stay float32; torch's autocast chooses the operations that compute in bfloat16.
 
     Raises:
-        ConfigError: the device would silently use another precision. Every CPU supports bfloat16, though slowly without
-            instructions for it.
+        ConfigError: the device would silently use another precision. Every CPU supports bfloat16, but slowly if it has
+            no instructions for it.
     """
     import torch
 
@@ -153,7 +152,7 @@ def _allow_tf32(allowed: bool) -> None:
 
 
 def fit_batch_seconds(batch_seconds: float, device: str, on_cpu: float = _CPU_BATCH_SECONDS) -> float:
-    """Return the maximum padded seconds of a batch on a device: ``batch_seconds``, but on a CPU at most ``on_cpu``.
+    """Return the maximum padded seconds of a batch: ``batch_seconds``, but on a CPU at most ``on_cpu``.
 
     The limit affects the output, so it depends only on the configuration and the kind of device.
 
@@ -164,7 +163,7 @@ def fit_batch_seconds(batch_seconds: float, device: str, on_cpu: float = _CPU_BA
 
 
 class DeviceClock:
-    """Measures the time that a device spends on a model; GPU calls are asynchronous, so there CUDA events are used.
+    """Measures the time that a device spends on a model; on a GPU, whose calls are asynchronous, with CUDA events.
 
     Args:
         device: ``cpu`` or ``cuda``.
@@ -177,7 +176,7 @@ class DeviceClock:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Time the run of a model on a batch."""
+        """Time the model while the body runs it on a batch."""
         started = time.monotonic()
         events = self._record()
         yield
@@ -191,7 +190,7 @@ class DeviceClock:
         self._seconds, self._events = 0.0, []
 
     def take(self) -> float:
-        """Return the busy seconds since the last call; on a GPU, wait for the last batch."""
+        """Return the busy seconds since the last call; on a GPU, first wait for the end of the last batch."""
         seconds, events = self._seconds, self._events
         self.restart()
         if events:

@@ -1,4 +1,4 @@
-"""The families of models that come with sharmill. This module imports neither torch nor packages of models."""
+"""The families of models that come with sharmill. This module imports neither torch nor the packages of the models."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ class Resemblyzer(ModelFamily):
     modules: ClassVar = ("sharmill.models.resemblyzer_encoder",)
     takes_target: ClassVar = False
     # Measured on read speech: 99.8 % of pairs of one speaker reach 0.75 (10 speakers, 450 pairs), but only 0.2 % (10
-    # speakers, 4,500 pairs) and 3.2 % (248 speakers, 30,628 pairs) of pairs of different speakers do. 23 % and 47 % of
-    # the latter reach 0.6.
+    # speakers, 4,500 pairs) and 3.2 % (248 speakers, 30,628 pairs) of pairs of different speakers do. At 0.6, these
+    # shares of pairs of different speakers would be 23 % and 47 %.
     min_similarity: ClassVar = 0.75
     # Measured on the same 30,628 pairs.
     cross_speaker_similarities: ClassVar = (
@@ -64,7 +64,7 @@ class Resemblyzer(ModelFamily):
 
 @dataclass(frozen=True, kw_only=True)
 class NemoModel(ModelFamily):
-    """``nemo:<pretrained name or path of a .nemo file>``."""
+    """``nemo:<pretrained name or path of a .nemo file>``: base class of NeMo's codecs and speaker encoders."""
 
     allow_targets: list[str] = field(default_factory=list, compare=False)
     """Further classes and functions that the configuration in a .nemo file may name, besides the usual parts of speech
@@ -112,7 +112,7 @@ class NemoEncoder(NemoModel):
 
     @property
     def min_similarity(self) -> float | None:
-        # The published scripts choose contexts by TitaNet with this threshold.
+        # The published scripts choose contexts with TitaNet and this threshold.
         return 0.6 if "titanet" in Path(self.target).name.lower() else None
 
     def load(self, device: str) -> SpeakerEncoder:

@@ -23,24 +23,24 @@ from sharmill.models import Codec, SpeakerEncoder
 from sharmill.models.batches import Batch, plan_batches
 from sharmill.models.device import fit_batch_seconds
 
-# After so many such failures before any unit is complete, a rank blames the configuration.
+# If this many units fail for lack of memory before any unit is complete, a rank blames the configuration.
 _UNITS_ALIKE: Final = 2
 # Advice if no batch size helps.
 ELSEWHERE: Final = "the same command does the rest on a device of the same kind with more memory"
 _ROW_SECONDS: Final = 5.0
 _CPU_SIZES: Final = (5.0, fit_batch_seconds(math.inf, "cpu"))
-# Seconds of the two batches from which the memory per second is computed; their lengths are canonical.
+# Seconds of audio in the two batches from which the memory per second is computed; their lengths are canonical.
 _TWO_SIZES: Final = (2.0, 10.0)
 _GPU_SIZES: Final = (15.0, 30.0, 60.0, 120.0, 240.0, 480.0, 960.0)
-# The rest is reserved for other processes, fragmentation and the system.
+# Share of the memory that may be used; the rest is reserved for other processes, fragmentation and the system.
 _USABLE_SHARE: Final = 0.7
 # A larger batch must be this much faster to be worth its memory.
 _WORTH: Final = 1.03
 _REPEATS: Final = 2
-# Durations of read speech: a gamma distribution with a mean of 6.5 s.
+# Durations of read speech in seconds: a gamma distribution with a mean of 6.5 s, clipped to limits.
 _SPEECH_SHAPE, _SPEECH_SCALE, _SPEECH_LIMITS = 2.5, 2.6, (0.6, 20.0)
 
-# Rows and samples of a batch.
+# Number of rows in a batch, and number of samples in each row.
 Shape = tuple[int, int]
 
 
@@ -62,9 +62,10 @@ def is_out_of_memory(error: BaseException | None) -> bool:
 
 @dataclass
 class MemoryGuard:
-    """Turns a lack of memory in the batches of a rank into errors: for the unit, or for the stage if no batch fits.
+    """Converts a lack of memory in a rank's batches to an error of the unit, or of the stage if no batch seems to fit.
 
-    The shapes of batches depend on plan and configuration, not on the free memory, so batches are not split here.
+    The shapes of batches depend on the plan and the configuration, not on the free memory. Batches that do not fit are
+    therefore not split here.
 
     Args:
         model: the name of the model in messages.
@@ -79,7 +80,7 @@ class MemoryGuard:
 
     @contextmanager
     def batch(self, seconds: float, num_rows: int, *, is_long: bool = False, is_least: bool = False) -> Iterator[None]:
-        """Run a batch, and convert a lack of memory.
+        """Convert a lack of memory in the body, which runs a batch, to one of the errors below.
 
         Args:
             seconds: the padded seconds of the batch.
@@ -88,12 +89,12 @@ class MemoryGuard:
             is_least: the batch is a single piece of a segment, which no configuration can make smaller.
 
         Raises:
-            RejectRecord: ``too_long_for_device``, if memory is insufficient and ``is_long``.
+            RejectRecord: ``too_long_for_device``, if memory is insufficient and ``is_long`` is True.
             UnitFailed: ``out_of_memory``, if memory is insufficient.
             FatalError: ``out_of_memory``, if this is not the first such failure and no unit is complete yet.
         """
         if self._left_over:
-            # Free the memory of the failed batch, so that this batch has as much as that one had.
+            # Free the memory of the failed batch, so that this batch has as much memory as the failed one had.
             gc.collect()
             torch = sys.modules.get("torch")
             if torch is not None and torch.cuda.is_initialized():
@@ -104,7 +105,7 @@ class MemoryGuard:
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
-            # Otherwise the traceback would keep the tensors of the batch alive as long as the error.
+            # Otherwise the traceback would keep the tensors of the batch alive as long as the error exists.
             traceback.clear_frames(error.__traceback__)
             self._left_over = True
             other = other_reason(error)
@@ -129,7 +130,7 @@ class MemoryGuard:
             raise kind(f"{self.model}: {why}{other} ({one_line(error)})", code="out_of_memory") from error
 
     def unit_done(self) -> None:
-        """Record that all batches of a unit fitted, so that later failures are specific to their units."""
+        """Record that all batches of a unit fit in memory, so that later failures are specific to their units."""
         self._proven = True
 
 
@@ -144,7 +145,7 @@ def measure_peak(work: Callable[[], object], device: str) -> int:
     """
     if device == "cpu":
         gc.collect()
-        ctypes.CDLL(None).malloc_trim(0)  # pages freed earlier would be reused without being counted
+        ctypes.CDLL(None).malloc_trim(0)  # otherwise, freed pages would be reused without being counted
         try:
             Path("/proc/self/clear_refs").write_text("5")  # resets the peak
         except OSError as error:
@@ -175,11 +176,12 @@ class Measurement:
     """The speed and the memory of a model on a device.
 
     Args:
-        bytes_per_second: the memory for each second of audio in a batch, padding included.
-        speeds: seconds of audio per second of time, by the seconds of audio in a batch. Sizes that do not fit are left
-            out.
-        most_seconds: the seconds of audio that fit at once, in a batch or in a single segment.
-        one_row: True if a batch always has one segment. Then the keys of ``speeds`` are the seconds of a segment.
+        bytes_per_second: bytes of memory for each second of audio in a batch, padding included.
+        speeds: seconds of audio processed per second, by the seconds of audio in a batch. Sizes that do not fit in
+            memory are left out.
+        most_seconds: the seconds of audio that fit in memory at once, in a batch or in a single segment.
+        one_row: True if a batch always has one segment. Then the keys of ``speeds`` are the lengths of segments in
+            seconds.
     """
 
     bytes_per_second: float
@@ -189,7 +191,9 @@ class Measurement:
 
     @property
     def best_size(self) -> float | None:
-        """The smallest size that no larger one clearly beats; None if no size fits, or batches have one row."""
+        """The smallest batch size, in seconds, that no larger size clearly beats; None without sizes or with
+        ``one_row``.
+        """
         if self.one_row:
             return None
         best: float | None = None
@@ -200,7 +204,7 @@ class Measurement:
 
 
 def measure_model(model: Codec | SpeakerEncoder, device: str, memory: int) -> Measurement:
-    """Measure a model on seeded noise in batches of several sizes, as far as they fit.
+    """Measure a model on seeded noise in batches of increasing size, until a batch does not fit in memory.
 
     Args:
         model: the model.
@@ -215,7 +219,8 @@ def measure_model(model: Codec | SpeakerEncoder, device: str, memory: int) -> Me
 def measure_canonical(codec: Codec, device: str, memory: int, unit_seconds: float) -> Measurement:
     """Measure a codec on seeded noise in canonical batches; see ``plan_batches``.
 
-    The speeds count only audio, not padding. Its share is computed for a unit with typical durations of speech.
+    The speeds count only audio, not padding. The share of padding is computed for a unit with typical durations of
+    speech.
 
     Args:
         codec: the codec.
@@ -239,7 +244,7 @@ def measure_canonical(codec: Codec, device: str, memory: int, unit_seconds: floa
     else:
         batches = {seconds: [shape(item, seconds) for item in _TWO_SIZES] for seconds in _GPU_SIZES}
     found = _measure(codec, device, memory, shape, batches, one_row=one_row)
-    # Typical durations of speech; enough for at least one unit.
+    # Draw typical durations of speech, enough of them for at least one unit.
     count = math.ceil(unit_seconds / _SPEECH_LIMITS[0])
     lengths = np.clip(np.random.default_rng(0).gamma(_SPEECH_SHAPE, _SPEECH_SCALE, count), *_SPEECH_LIMITS)
     unit = list(lengths[: 1 + int(np.searchsorted(np.cumsum(lengths), unit_seconds))])
@@ -272,9 +277,9 @@ def _measure(
 
 
 def require_room(model: Codec | SpeakerEncoder, device: str, batch_seconds: float, key: str) -> float:
-    """Return the measured seconds of audio that fit at once into the memory of a GPU.
+    """Return the measured seconds of audio that fit at once in the memory of a GPU; infinite on a CPU.
 
-    On a CPU, where batches are small and the available memory varies, the result is infinite.
+    On a CPU, batches are small and the available memory varies, so nothing is measured.
 
     Args:
         model: the model.
@@ -302,7 +307,7 @@ def require_room(model: Codec | SpeakerEncoder, device: str, batch_seconds: floa
 
 
 def _shape_in_rows(model: Codec | SpeakerEncoder) -> Callable[[float], Shape]:
-    """Return a function: seconds of a batch -> its shape, with rows of about 5 s."""
+    """Return a function that maps the seconds of a batch to its shape, with rows of about 5 s."""
 
     def shape(seconds: float) -> Shape:
         rows = max(1, round(seconds / _ROW_SECONDS))
@@ -324,7 +329,7 @@ def run_noise(model: Codec | SpeakerEncoder, device: str, shape: Shape) -> None:
 
 
 def _time(model: Codec | SpeakerEncoder, device: str, shape: Shape) -> float:
-    """Return the minimum seconds for a batch, after a warm-up run."""
+    """Return the minimum of the seconds that a batch takes in several runs, after a warm-up run."""
     run_noise(model, device, shape)
     times = []
     for _ in range(_REPEATS):
@@ -342,14 +347,15 @@ def estimate_bytes_per_second(
     Args:
         model: the model.
         device: the device of the model.
-        shape: a function: seconds of a batch -> its shape; by default with rows of about 5 s.
+        shape: a function that maps the seconds of a batch to its shape; by default with rows of about 5 s.
     """
     shape = shape or _shape_in_rows(model)
     short, long = _TWO_SIZES
     run_noise(model, device, shape(short))  # memory that is allocated only once must not count
     most = measure_peak(lambda: run_noise(model, device, shape(long)), device)
     if device == "cpu":
-        # Memory comes in large chunks, so the difference of two peaks is meaningless. This batch has the usual size.
+        # Memory is allocated in large chunks, so the difference of two peaks is meaningless. The long batch has the
+        # usual size.
         return most / long
     least = measure_peak(lambda: run_noise(model, device, shape(short)), device)
     return max(0.0, most - least) / (long - short)

@@ -1,4 +1,4 @@
-"""Codecs and speaker encoders of NeMo: loading with actionable errors, and adapters to the protocols.
+"""Codecs and speaker encoders of NeMo: loading with actionable errors, and adapters to sharmill's protocols.
 
 Importing this module imports torch, but not NeMo.
 """
@@ -40,14 +40,15 @@ if TYPE_CHECKING:
 
 # Submodules of NeMo's codecs that are needed for encoding.
 ENCODING_PARTS: Final = ("audio_encoder.", "vector_quantizer.")
-# The noise of float32 arithmetic is 1e-6 to 1e-5. If padding affects a model, the difference is far larger than this.
+# Tolerance for the effect of padding. Rounding in float32 causes differences of 1e-6 to 1e-5, and padding that affects
+# a model causes far larger differences than this tolerance.
 _RELATIVE_TOLERANCE: Final = 1e-3
 _TRIED_FRAMES: Final = (1, 2, 4, 8, 16, 32)
-# Features are normalised by their standard deviation over time, which needs several frames. Shorter audio is padded
-# with zeros.
+# Minimum length of audio; shorter audio is padded with zeros. Features are normalised by their standard deviation over
+# time, which needs several frames.
 _MIN_SECONDS: Final = 0.1
-# NeMo pads the features of a batch to a multiple of 16 frames, which can hide the effect of the batch's padding.
-# This length gives 1 + 159 frames of 10 ms, which need no such padding.
+# NeMo pads the features of a batch to a multiple of 16 frames, which can hide the effect of the batch's padding. Audio
+# of this length has 1 + 159 frames of 10 ms, which need no such padding.
 _TRIED_SECONDS: Final = 1.59
 # Errors of damaged checkpoints and failed downloads. Any other error is a bug, and is raised unchanged.
 _LOADING_ERRORS = (
@@ -65,7 +66,7 @@ _LOADING_ERRORS = (
 
 @contextmanager
 def quiet_nemo() -> Iterator[None]:
-    """Silence the log of NeMo, including its first import; its errors are also raised.
+    """Silence the log of NeMo, including its first import; errors in the log are also raised, so none is lost.
 
     Raises:
         ConfigError: NeMo is not installed.
@@ -87,7 +88,8 @@ def quiet_nemo() -> Iterator[None]:
 def _filters_of_archives() -> Iterator[None]:
     """Let NeMo unpack archives with ``filter="data"`` on Python before 3.11.4 (Debian 12), which has no filters.
 
-    NeMo itself refuses links and names that lead out of the folder. Here anything but files and folders is refused.
+    NeMo itself refuses links and names that lead out of the folder. This replacement refuses anything but files and
+    folders.
     """
     if hasattr(tarfile, "data_filter"):
         yield
@@ -122,17 +124,17 @@ def restore_model(
         optional: submodules to set to None if some of their weights are missing.
 
     Raises:
-        ConfigError: the file is no checkpoint of this class, or the pretrained model cannot be downloaded.
+        ConfigError: the file is not a checkpoint of this class, or the pretrained model cannot be downloaded.
     """
     with quiet_nemo():
         model_class = pkgutil.resolve_name(class_name)
     from huggingface_hub.errors import HfHubHTTPError
     from hydra.errors import HydraException
 
-    # The client of the hub raises errors of its HTTP library, which depends on its version.
+    # The hub client raises the errors of its HTTP library, which depends on the version of the client.
     errors = (*_LOADING_ERRORS, HydraException, *HfHubHTTPError.__bases__)
     with loading(name, *errors), quiet_nemo(), _filters_of_archives(), torch.random.fork_rng(devices=[]):
-        # Until the checkpoint is loaded, the weights of a model are random: the fork keeps the caller's random state.
+        # A model has random weights until the checkpoint is loaded. The fork preserves the caller's random state.
         options = {
             "map_location": torch.device("cpu"),
             "save_restore_connector": _strict_connector(name, allow_targets, parts, optional),
@@ -170,7 +172,7 @@ def _strict_connector(
 
         @staticmethod
         def _load_state_dict_from_disk(model_weights: str, map_location: Any = "cpu") -> Any:
-            # With NeMo, an environment variable can allow pickled code to run.
+            # In NeMo's method, an environment variable can allow pickled code to run.
             return torch.load(model_weights, map_location=map_location, weights_only=True)
 
         def load_instance_with_state_dict(
@@ -189,7 +191,7 @@ def _strict_connector(
 def require_pretrained(name: str, class_name: str) -> None:
     """Raise ConfigError unless a pretrained model is on this machine or its server responds.
 
-    A name with "/" belongs to the hub; only for other names is NeMo imported.
+    A name with "/" is a name on the hub. NeMo is imported only for other names.
 
     Args:
         name: as for ``restore_model``.
@@ -217,8 +219,8 @@ def require_pretrained(name: str, class_name: str) -> None:
 def _right_padding_matters(encode: Callable[[Tensor, Tensor], Tensor], short: int, long: int) -> bool:
     """Return True if a trial shows that padding on the right affects the encoding of an item.
 
-    A single unmasked layer has this effect, so it is tried rather than derived from the architecture: seeded noise is
-    encoded alone and beside a longer item.
+    A single unmasked layer has this effect, so it is tested rather than derived from the architecture: seeded noise is
+    encoded alone, and in a batch with a longer item.
 
     Args:
         encode: (audio (batch, samples), num_samples (batch,)) -> (batch, values) or (batch, channels, frames).
@@ -236,7 +238,7 @@ class NemoCodecBackend(CodecBackend):
     """The encoder and quantizer of an AudioCodecModel, and its decoder if the checkpoint has the weights.
 
     The parts are called directly, because the model's ``encode`` would pad whole frames again and may resample. Padding
-    in a batch affects all encoders but causal ones, which is found out when the model is loaded.
+    in a batch affects all encoders except causal ones; a trial shows whether it does when the model is loaded.
     """
 
     def __init__(self, model: AudioCodecModel, name: str, device: str) -> None:
@@ -271,7 +273,7 @@ class NemoCodecBackend(CodecBackend):
         super().__init__(spec, device)
 
     def _find_min_frames(self, samples_per_frame: int, name: str) -> int:
-        """Return the minimum number of frames, a power of two, for the encoder; mirror padding needs a few."""
+        """Return the minimum number of frames, a power of two, that the encoder accepts; mirror padding needs several."""
         for num_frames in _TRIED_FRAMES:
             samples = num_frames * samples_per_frame
             try:
@@ -308,8 +310,8 @@ class NemoCodecBackend(CodecBackend):
 class NemoSpeakerEncoder:
     """A speaker encoder based on a NeMo speaker model.
 
-    Padding in a batch does not affect models with masked convolutions (TitaNet), but others (ECAPA). This is found out
-    when the model is loaded. For the latter, only utterances of equal length share a batch, which is slower.
+    Padding in a batch affects some models (ECAPA), but not models with masked convolutions (TitaNet). A trial shows
+    whether it does when the model is loaded. If so, only utterances of equal length share a batch, which is slower.
     """
 
     def __init__(self, model: EncDecSpeakerLabelModel, device: str = "cpu") -> None:
@@ -326,7 +328,7 @@ class NemoSpeakerEncoder:
 
     def embed(self, audio: Tensor, num_samples: Tensor) -> Tensor:
         """Embed a batch of utterances; see ``SpeakerEncoder.embed``."""
-        # The copy of num_samples on the device serves for masks there.
+        # ``there`` is num_samples on the device, for masks there.
         audio, there, num_samples = move_batch(audio, num_samples, self.device)
         audio = fit_length(audio, there, max(audio.shape[1], self._min_samples))
         lengths = num_samples.clamp(min=self._min_samples)

@@ -33,7 +33,8 @@ _PARTIAL_FRAMES: Final = 160
 _PARTIALS_PER_SECOND: Final = 1.3
 _MIN_COVERAGE: Final = 0.75
 
-# Partial utterances in each pass of the network. 32 is the fastest of 1 to 1024 on a CPU; on a GPU, more are faster.
+# Number of partial utterances in each pass of the network. On a CPU, 32 is the fastest of 1 to 1024; on a GPU, larger
+# numbers are faster.
 _CPU_PARTIALS: Final = 32
 _GPU_PARTIALS: Final = 1024
 
@@ -47,13 +48,13 @@ class _Network(nn.Module):
         self.linear = nn.Linear(_HIDDEN_SIZE, _HIDDEN_SIZE)
 
     def forward(self, mels: Tensor) -> Tensor:
-        """Map (partials, frames, mels) to (partials, embedding_size), each row of length 1 (or 0)."""
+        """Map (partials, frames, mels) to (partials, embedding_size); each row has length 1, or is zero."""
         _, (hidden, _) = self.lstm(mels)
         return functional.normalize(torch.relu(self.linear(hidden[-1])), dim=1)
 
 
 class ResemblyzerEncoder:
-    """The speaker encoder of resemblyzer, equal to ``VoiceEncoder.embed_utterance`` except for silence."""
+    """The speaker encoder of resemblyzer; equals ``VoiceEncoder.embed_utterance`` except for silence."""
 
     def __init__(self, device: str = "cpu") -> None:
         self.sampling_rate = _SAMPLING_RATE
@@ -92,7 +93,7 @@ class ResemblyzerEncoder:
         return (self._filters @ power).transpose(1, 2)
 
     def _partials(self, mels: Tensor, starts: list[list[int]]) -> Tensor:
-        """Return the partial utterances of all items, (partials, _PARTIAL_FRAMES, mels)."""
+        """Return the partial utterances of all items: (partials, _PARTIAL_FRAMES, mels)."""
         items = torch.tensor([item for item, own in enumerate(starts) for _ in own], device=mels.device)
         first = torch.tensor([start for own in starts for start in own], device=mels.device)
         frames = first[:, None] + torch.arange(_PARTIAL_FRAMES, device=mels.device)
@@ -102,8 +103,8 @@ class ResemblyzerEncoder:
 def mel_filters() -> NDArray[np.float32]:
     """Return resemblyzer's mel filters (mels, frequencies), bit-identical to ``librosa.filters.mel``.
 
-    Importing librosa would open two thousand files. The scale is Slaney's: linear below 1 kHz, and logarithmic with 27
-    steps for each factor of 6.4 above.
+    Importing librosa would open two thousand files. The scale is Slaney's: linear below 1 kHz, and logarithmic above it
+    with 27 steps for each factor of 6.4.
     """
     linear, step, above = 200.0 / 3, np.log(6.4) / 27.0, 1000.0
     last = above / linear + np.log(_SAMPLING_RATE / 2 / above) / step
@@ -119,9 +120,10 @@ def mel_filters() -> NDArray[np.float32]:
 
 
 def partial_starts(num_samples: int) -> list[int]:
-    """Return the first mel frame of each partial utterance, like resemblyzer's ``compute_partial_slices``.
+    """Return the first mel frame of each partial utterance, as resemblyzer's ``compute_partial_slices`` does.
 
-    The last one is dropped if the utterance covers less than ``_MIN_COVERAGE`` of it, unless it is the only one.
+    The last partial utterance is dropped if the utterance covers less than ``_MIN_COVERAGE`` of it, unless it is the
+    only one.
     """
     num_frames = math.ceil((num_samples + 1) / _HOP)
     step = round(_SAMPLING_RATE / _PARTIALS_PER_SECOND / _HOP)

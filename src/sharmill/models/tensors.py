@@ -16,10 +16,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from sharmill.errors import ConfigError, is_device_error, one_line
 
-# Limits for tensors that are created while a model is loaded: layers, weights, and copies of them.
+# Limits on the total size of tensors that are created while a model is loaded: layers, weights, and copies of them.
 _NUMBERS_PER_BYTE: Final = 4
 _FREE_NUMBERS: Final = 1 << 27
-# A few seconds for most codecs. A dependence on more than half of these frames counts as unbounded.
+# Number of frames in the trial, a few seconds for most codecs. A dependence on more than half of them counts as
+# unbounded.
 _REACH_FRAMES: Final = 64
 
 
@@ -41,7 +42,7 @@ class _SizeLimit(TorchDispatchMode):
 
 @contextmanager
 def loading(name: str, *errors: type[Exception]) -> Iterator[None]:
-    """Convert errors while a model is loaded to ConfigError, except errors of the device.
+    """Convert errors that occur while a model is loaded to ConfigError, except errors of the device.
 
     Args:
         name: the name of the model, for messages.
@@ -67,9 +68,10 @@ def loading(name: str, *errors: type[Exception]) -> Iterator[None]:
 
 @contextmanager
 def limited_layers(name: str, path: Path) -> Iterator[None]:
-    """Raise ConfigError if a model, while created, needs much more memory than the size of its weights explains.
+    """Raise ConfigError if the creation of a model takes much more memory than the size of its weights explains.
 
-    The sizes of layers are just numbers in its configuration, where a huge number costs nothing.
+    The sizes of layers are just numbers in the model's configuration, where a huge number takes no more space than a
+    small one.
 
     Args:
         name: the name of the model, for messages.
@@ -105,7 +107,7 @@ def move_batch(audio: Tensor, num_samples: Tensor, device: torch.device) -> tupl
     Lengths determine shapes, and reading them on the CPU does not wait for the device.
 
     Raises:
-        ValueError: audio is not (batch, samples), or num_samples is not (batch,) or exceeds it.
+        ValueError: audio is not (batch, samples), num_samples is not (batch,), or a length is not within the audio.
     """
     if audio.ndim != 2 or num_samples.shape != audio.shape[:1]:
         raise ValueError(
@@ -136,10 +138,10 @@ def fit_length(audio: Tensor, num_samples: Tensor, length: int) -> Tensor:
 
 @torch.no_grad()
 def find_reach(encode: Callable[[Tensor], Tensor], samples_per_frame: int) -> tuple[int, int] | None:
-    """Return how many preceding and following frames an encoded frame depends on; None if that is unbounded.
+    """Return how many preceding and following frames an encoded frame depends on; None if the number is unbounded.
 
-    One frame of the input is set to NaN. Sums and products with NaN are NaN whatever the weights are, so the NaN frames
-    of the output are those that the layers connect with this frame, for any audio.
+    One frame of the input is set to NaN. Sums and products with NaN are NaN whatever the weights are. The frames of the
+    output that are NaN are therefore those that the layers connect with this input frame, for any audio.
 
     Args:
         encode: audio (1, samples) -> (1, channels, frames).

@@ -1,10 +1,10 @@
 """The codecs of Hugging Face transformers: EnCodec, DAC and Mimi.
 
-EnCodec runs at its highest bandwidth, DAC and Mimi with all their quantizers. All three are residual, so the first rows
-are the codes with fewer codebooks.
+EnCodec runs at its highest bandwidth, DAC and Mimi with all their quantizers. All three use residual quantization, so
+the first rows of the codes equal the codes with fewer codebooks.
 
 Audio is padded with zeros to whole frames. EnCodec itself would mirror the end of the audio instead. The difference
-affects one or two last frames of audio that is not a whole number of frames.
+affects the last one or two frames of audio whose length is not a whole number of frames.
 """
 
 import math
@@ -110,7 +110,7 @@ def load_transformers_codec(name: str, source: Path | str, device: str) -> Codec
         model = _from_directory_or_hub(name, source)
     # Half-precision weights become float32, so that codes differ less between machines.
     model = model.float().eval().requires_grad_(False)
-    # The configuration of DAC has no such key, as it always has one channel.
+    # The configuration of DAC has no such key, because DAC always has one channel.
     if (channels := getattr(model.config, "audio_channels", 1)) != 1:
         raise ConfigError(
             f"{name} encodes {channels} channels, but all audio here is mono: use another codec", code="bad_model"

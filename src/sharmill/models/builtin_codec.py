@@ -84,7 +84,7 @@ def _quantize(values: Tensor, levels: Tensor) -> Tensor:
 class _BuiltinCodec(CodecBackend):
     """Encoder and quantizer of a NeMo AudioCodecModel, made from its configuration and weights.
 
-    ``decoding`` is the same model as a family of NeMo, which loads it when audio is first decoded.
+    ``decoding`` is the same model in NeMo's implementation, which is loaded when codes are first decoded.
     """
 
     def __init__(self, config: dict[str, Any], weights: dict[str, Tensor], device: str, decoding: ModelFamily) -> None:
@@ -124,7 +124,8 @@ class _BuiltinCodec(CodecBackend):
 def load_builtin_codec(path: Path, device: str, decoding: ModelFamily) -> CodecBackend:
     """Load the codec from its file.
 
-    ``decoding`` is the same model as a family of NeMo. It is loaded, and NeMo with it, only for decoding.
+    ``decoding`` is the same model in NeMo's implementation. It is loaded only for decoding, so that encoding does not
+    need NeMo.
     """
     with tarfile.open(path) as archive:
         members = {member.name.removeprefix("./"): archive.extractfile(member) for member in archive}

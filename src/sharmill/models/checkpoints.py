@@ -141,8 +141,7 @@ def _read_archive(path: Path) -> dict[Any, Any]:
     """Return the configuration in an archive, and check the archive without unpacking it.
 
     Raises:
-        tarfile.TarError, zlib.error, lzma.LZMAError, EOFError, OSError, ValueError: it is not an archive, or is
-        damaged.
+        tarfile.TarError, zlib.error, lzma.LZMAError, EOFError, OSError, ValueError: it is not an intact archive.
         ConfigError: a member is missing, or the content is too large.
     """
     config: dict[Any, Any] = {}

@@ -68,15 +68,16 @@ class CodecBackend(CodecSpec, ABC):
         """
 
     def find_reach(self) -> tuple[int, int] | None:
-        """Return the numbers of preceding and following frames on which the codes of a frame depend, by architecture.
+        """Return the numbers of preceding and following frames that can affect the codes of a frame.
 
-        Return None if the codes may depend on all of the audio, or if the backend does not implement this method.
+        The numbers hold for any audio. Return None if codes may depend on all of the audio, or if the backend does not
+        implement this method.
         """
         return None
 
     def encode(self, audio: Tensor, num_samples: Tensor) -> Tensor:
         """Encode a batch of segments; see ``Codec.encode``."""
-        # ``there`` is num_samples on the device, for masks there.
+        # ``there`` is the copy of ``num_samples`` on the device, where masks need it.
         audio, there, num_samples = move_batch(audio, num_samples, self.device)
         num_frames = (num_samples + self.samples_per_frame - 1) // self.samples_per_frame
         max_frames = int(num_frames.max()) if len(num_frames) else 0
@@ -95,7 +96,7 @@ class CodecBackend(CodecSpec, ABC):
             codes: (1, num_codebooks, frames) int64 on the model's device.
 
         Returns:
-            (1, samples) float32, as long as the frames give or take a few samples.
+            (1, samples) float32; their duration may differ from that of the frames by a few samples.
         """
         raise NotImplementedError
 

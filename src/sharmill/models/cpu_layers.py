@@ -242,7 +242,7 @@ class _Block:
         self._activation = _known_layers(block.mout)
 
     def __call__(self, frames: Tensor, valid: _Validity) -> Tensor:
-        """Map frames to (batch, channels, 1, time); the padding of the input is set to zero in place."""
+        """Map (batch, inputs, 1, time) to (batch, outputs, 1, time); padding of the input is set to zero in place."""
         out = _apply(self._layers, frames, valid)
         if self._excite is not None:
             means = valid.zero_padding(out).sum((2, 3)) / valid.counts

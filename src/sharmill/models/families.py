@@ -64,7 +64,7 @@ class Resemblyzer(ModelFamily):
 
 @dataclass(frozen=True, kw_only=True)
 class NemoModel(ModelFamily):
-    """``nemo:<pretrained name or path of a .nemo file>``: base class of NeMo's codecs and speaker encoders."""
+    """Base class of NeMo's codecs and speaker encoders: ``nemo:<pretrained name or path of a .nemo file>``."""
 
     allow_targets: list[str] = field(default_factory=list, compare=False)
     """Further classes and functions that the configuration in a .nemo file may name, besides the usual parts of speech

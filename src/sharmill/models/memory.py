@@ -23,7 +23,7 @@ from sharmill.models import Codec, SpeakerEncoder
 from sharmill.models.batches import Batch, plan_batches
 from sharmill.models.device import fit_batch_seconds
 
-# If this many units fail for lack of memory before any unit is complete, a rank blames the configuration.
+# After this many failures for lack of memory before any unit is complete, a rank blames the configuration.
 _UNITS_ALIKE: Final = 2
 # Advice if no batch size helps.
 ELSEWHERE: Final = "the same command does the rest on a device of the same kind with more memory"
@@ -191,8 +191,9 @@ class Measurement:
 
     @property
     def best_size(self) -> float | None:
-        """The smallest batch size, in seconds, that no larger size clearly beats; None without sizes or with
-        ``one_row``.
+        """The smallest batch size, in seconds of audio, that no larger size clearly beats.
+
+        It is None if no size fits in memory, or if batches have one row.
         """
         if self.one_row:
             return None

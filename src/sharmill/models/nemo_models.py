@@ -238,7 +238,8 @@ class NemoCodecBackend(CodecBackend):
     """The encoder and quantizer of an AudioCodecModel, and its decoder if the checkpoint has the weights.
 
     The parts are called directly, because the model's ``encode`` would pad whole frames again and may resample. Padding
-    in a batch affects all encoders except causal ones; a trial shows whether it does when the model is loaded.
+    in a batch affects all encoders except causal ones. When a model is loaded, a trial shows whether its encoder is
+    affected.
     """
 
     def __init__(self, model: AudioCodecModel, name: str, device: str) -> None:
@@ -273,7 +274,7 @@ class NemoCodecBackend(CodecBackend):
         super().__init__(spec, device)
 
     def _find_min_frames(self, samples_per_frame: int, name: str) -> int:
-        """Return the minimum number of frames, a power of two, that the encoder accepts; mirror padding needs several."""
+        """Return the minimum number of frames, a power of two, for the encoder; mirror padding needs several."""
         for num_frames in _TRIED_FRAMES:
             samples = num_frames * samples_per_frame
             try:
@@ -310,8 +311,8 @@ class NemoCodecBackend(CodecBackend):
 class NemoSpeakerEncoder:
     """A speaker encoder based on a NeMo speaker model.
 
-    Padding in a batch affects some models (ECAPA), but not models with masked convolutions (TitaNet). A trial shows
-    whether it does when the model is loaded. If so, only utterances of equal length share a batch, which is slower.
+    Padding in a batch affects some models (ECAPA), but not models with masked convolutions (TitaNet). When a model is
+    loaded, a trial shows whether it is affected. If so, only utterances of equal length share a batch, which is slower.
     """
 
     def __init__(self, model: EncDecSpeakerLabelModel, device: str = "cpu") -> None:
@@ -328,7 +329,7 @@ class NemoSpeakerEncoder:
 
     def embed(self, audio: Tensor, num_samples: Tensor) -> Tensor:
         """Embed a batch of utterances; see ``SpeakerEncoder.embed``."""
-        # ``there`` is num_samples on the device, for masks there.
+        # ``there`` is the copy of ``num_samples`` on the device, where masks need it.
         audio, there, num_samples = move_batch(audio, num_samples, self.device)
         audio = fit_length(audio, there, max(audio.shape[1], self._min_samples))
         lengths = num_samples.clamp(min=self._min_samples)

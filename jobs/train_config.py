@@ -41,7 +41,7 @@ class TrainConfig:
     and settings that do not allow this are errors. ``false``: each job reads the data from the start. All jobs of a
     training must agree."""
     shard_seed: Literal["randomized", "trng"] | int = "randomized"
-    """With ``loader``: NeMo's setting for the order of other types of data."""
+    """With ``loader``: NeMo's ``shard_seed``, which determines the order of data of all types except ``sharmill``."""
     max_steps: Positive = 1000
     """Number of training steps."""
     checkpoint_every: Positive = 100
@@ -80,12 +80,12 @@ class TrainConfig:
     """Steps over which the learning rate rises."""
     precision: Literal["fp32", "bf16", "bf16-true"] = "fp32"
     """Arithmetic. ``bf16``: layers compute in bfloat16, while weights, optimizer and gradient sums stay float32.
-    ``bf16-true``: everything is bfloat16."""
+    ``bf16-true``: everything except losses is bfloat16."""
     tensor_parallel: Positive = 1
     """Number of ranks that share the attention heads and feed-forward layers of one copy of the model and read the same
     data: a divisor of the number of ranks and of ``num_heads``. Copies are data-parallel, with sharded parameters."""
     sequence_parallel: bool = False
-    """With ``tensor_parallel``: these ranks also divide the positions between the layers, which saves memory."""
+    """With ``tensor_parallel``: these ranks also divide sequence positions between the layers, which saves memory."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device of the model; ``auto`` is a GPU if the machine has one."""
     log_ids: bool = False

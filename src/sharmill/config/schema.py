@@ -229,14 +229,14 @@ class Config:
     dataset_dir: str
     """Dataset directory for the finished Shar. Neither directory may be inside the other."""
     sources: list[Any] = field(default_factory=list)
-    """Inputs, in order. ``type`` selects the kind of an input; the other keys depend on the kind. Only ``prepare``
-    needs sources: ``encode`` and ``validate`` can work on an existing Shar."""
+    """Inputs, in order. ``type`` selects the kind of an input; the other keys depend on it. Only ``prepare`` needs
+    sources: ``encode`` and ``validate`` can work on an existing Shar."""
     speaker_key: str = "speaker"
-    """Rule that determines speaker groups: a preset (``speaker``, ``librispeech``, ``libritts``,
-    ``librittsDevClean``, ``hifitts``, ``hifitts2``, ``nvyt2505``, ``rivaLindyRodney``, ``rivaEmmaMeganSeanTom``,
-    ``jhsdGtc20Amp20Keynote``, ``all``), or a regular expression with named groups that is searched in
-    ``audio_filepath``, such as ``'^(?P<speaker>[^/]+)/(?P<session>[^/]+)/'``. ``speaker`` and regular expressions are
-    case-sensitive (``S1`` and ``s1`` are two speakers); the other presets are published rules that ignore case."""
+    """Rule that determines speaker groups: a preset (``speaker``, ``librispeech``, ``libritts``, ``librittsDevClean``,
+    ``hifitts``, ``hifitts2``, ``nvyt2505``, ``rivaLindyRodney``, ``rivaEmmaMeganSeanTom``, ``jhsdGtc20Amp20Keynote``,
+    ``all``), or a regular expression with named groups that is searched for in ``audio_filepath``, such as
+    ``'^(?P<speaker>[^/]+)/(?P<session>[^/]+)/'``. ``speaker`` and regular expressions are case-sensitive (``S1`` and
+    ``s1`` are two speakers); the other presets are published rules that ignore case."""
     append_to: str | None = None
     """Finished dataset that ``sharmill append`` adds the new shards to. Records that it already contains are rejected
     as ``already_there``, which does not count towards ``max_reject_fraction``."""
@@ -249,8 +249,8 @@ class Config:
     """Maximum size of the cache folder in GiB; the least recently used files are removed first."""
     # The sections of all stages, by kind: a StageSection, a list of them, or None.
     sections: dict[str, Any] = field(default_factory=dict)
-    """Section of a stage from another package: a mapping, or a list of mappings with a ``name`` each, one per stage.
-    Without this key, the stage is left out."""
+    """Section of a stage from another package: a mapping, or a list of mappings, one per stage, each with a ``name``.
+    Without this key, the stage is omitted."""
     executor: Any = field(default_factory=lambda: EXECUTORS.load_class(DEFAULT_EXECUTOR)())
     """Executor that runs the stages: see below."""
     metrics: MetricsConfig = field(default_factory=MetricsConfig)

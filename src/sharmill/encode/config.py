@@ -17,8 +17,8 @@ class EncodeConfig(StageSection):
     codecs: list[CodecConfig] = field(default_factory=lambda: [CodecConfig(name="builtin", model="builtin")])
     """List of codecs; each has the keys below."""
     batch_seconds: Above0 = 20.0
-    """Audio in one batch of a codec, in seconds, including padding; at most 10 s on a CPU. With the default, a batch
-    of NeMo's codecs fits in 16 GiB in fp32, for which cuDNN needs 625 MiB per second of audio."""
+    """Audio in one batch of a codec, in seconds, including padding; at most 10 s on a CPU. With the default, a batch of
+    NeMo's codecs fits into 16 GiB in fp32: cuDNN needs 625 MiB per second of audio."""
     precision: Precision = "fp32"
     """Arithmetic of the codecs, as for ``match``. Values other than ``fp32`` change codes; the precision is recorded in
     ``dataset.json``."""

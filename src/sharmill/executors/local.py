@@ -60,8 +60,8 @@ class ConfiguredExecutor(Executor):
     finds none ends with an error. ``cuda``: only GPUs; on Ray, wait for GPU nodes. ``cpu``: no GPU is used."""
     feeders: Annotated[int, msgspec.Meta(ge=0)] | Literal["auto"] = "auto"
     """Number of processes that read and decode audio ahead of the model, for each rank of match and encode. ``auto``:
-    if the rank has a GPU, one per core except for one core, at most 16; none on the CPU, where the model needs the
-    core. ``0``: the rank itself decodes."""
+    with a GPU, one fewer than the rank's cores, at most 16; on the CPU none, because the model needs the core. ``0``:
+    the rank itself decodes."""
     unit_time_limit: Above0 | Literal["auto"] | None = "auto"
     """Time limit for an attempt at a unit, in seconds, on SLURM too. A slower rank is ended with a traceback in its log
     and replaced, and the attempt counts as failed. ``auto``: ten seconds for each second of audio or each record of the
@@ -72,8 +72,8 @@ class ConfiguredExecutor(Executor):
     them to the disk of the dataset. ``null``: they write directly to the disk of the dataset."""
     seconds_until_seen: NotNegative = 60.0
     """Longest delay, in seconds, until every node sees a file that another node has written, on SLURM and Ray. Ranks
-    wait this long for files of others. NFS caches names for up to 60 s by default (``acdirmax``). Coherent file systems
-    (Lustre, GPFS, CephFS) need 0."""
+    wait this long for files of other ranks. NFS caches names for up to 60 s by default (``acdirmax``). Coherent file
+    systems (Lustre, GPFS, CephFS) need 0."""
     least_seconds_per_rank: NotNegative | None = None
     """Minimum predicted work per rank on SLURM, in seconds. It limits the number of ranks if the pace of the stage is
     known from a pilot (`sharmill calibrate`) or from completed units. ``null``: four times the time that starting a

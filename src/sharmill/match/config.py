@@ -30,22 +30,23 @@ class MatchConfig(StageSection):
     ``resemblyzer``, 0.6 for TitaNet. Any other encoder needs a number here."""
     max_similarity: Similarity | None = None
     """Maximum cosine similarity between a context and its target, such as 0.99; ``null`` sets no limit. The limit
-    excludes copies of the target with lossy compression, another sampling rate or other processing. Copies with the
-    same samples are always excluded."""
+    excludes copies of the target that were lossily compressed, resampled or otherwise processed. Copies with the same
+    samples are always excluded."""
     min_duration: NotNegative = 3.0
     """Minimum duration of a context in seconds."""
     max_duration: float | None = None
     """Maximum duration of a context in seconds; ``null`` sets no limit."""
     batch_seconds: Above0 = 60.0
-    """Audio per batch of the encoder in seconds, including padding. On a CPU, batches have at most 16 s."""
+    """Audio per batch of the encoder in seconds, including padding. On a CPU, batches contain at most 16 s."""
     precision: Precision = "fp32"
-    """Precision of the encoder: ``fp32``; ``tf32`` on GPUs from compute capability 8.0; or ``bf16``, torch's autocast,
-    on these GPUs and on CPUs. Similarities, and therefore some choices, differ slightly between precisions."""
+    """Precision of the encoder: ``fp32``; ``tf32`` on GPUs with compute capability 8.0 or higher; or ``bf16`` (torch's
+    autocast) on these GPUs and on CPUs. Similarities, and therefore some choices, differ slightly between
+    precisions."""
     resampling: Literal["soxr", "kaiser", "sinc"] = "soxr"
     """Resampling of audio to the rate of the encoder: ``soxr`` is libsoxr at high quality, as in the published scripts
     (librosa's ``soxr_hq``); ``kaiser`` is torchaudio with a Kaiser window and 64 zero crossings; ``sinc`` is
     torchaudio's default, which is less accurate near the highest frequencies. Audio that is stored or encoded is always
-    resampled like in Lhotse."""
+    resampled as in Lhotse."""
     # A limit of 2 would leave one utterance of an odd-sized group without candidates.
     max_group: Annotated[int, msgspec.Meta(ge=3)] | None = None
     """Maximum number of utterances per speaker group. Larger groups are split into parts, so that a corpus with few
@@ -54,14 +55,15 @@ class MatchConfig(StageSection):
     """Exclude candidates with the same text as the target."""
     max_text_overlap: Share | None = None
     """Exclude candidates that share more than this fraction of words with the target, such as 0.5. The fraction is the
-    number of common distinct words divided by that of the text with fewer distinct words. ``null`` sets no limit."""
+    number of distinct words that both texts contain, divided by the number in the text with fewer distinct words.
+    ``null`` sets no limit."""
     max_speaker_items: Annotated[int, msgspec.Meta(ge=2)] | None = None
     """Choose the contexts of a speaker group from a random pool of this many utterances, drawn with ``seed``; ``null``
     uses all utterances."""
     contexts: Literal["choose", "given"] = "choose"
-    """``given`` keeps the contexts of the manifest (``context_audio_filepath`` and related keys). Each is checked, and
-    missing keys are filled in. If a context cannot be used or violates the limits above, its record is rejected
-    (``bad_context``). Records without a context get one as with ``choose``."""
+    """``given`` keeps the contexts of the manifest (``context_audio_filepath`` and related keys). Each context is
+    checked, and missing keys are filled in. If a context cannot be used or violates the limits above, its record is
+    rejected (``bad_context``). Records without a context get one as with ``choose``."""
     choice: Literal["best", "sample"] = "best"
     """``best`` takes the most similar candidate. ``sample`` draws from the ``sample_size`` most similar ones, so that
     no utterance becomes the context of too many others."""

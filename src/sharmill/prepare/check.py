@@ -72,8 +72,8 @@ class PrepareConfig(StageSection):
     min_duration: NotNegative = 0.1
     """Shortest utterance, in seconds."""
     max_duration: float | None = 600.0
-    """Longest utterance, in seconds; ``null`` means no limit. A codec processes an utterance at once, and an utterance
-    of three hours needs more than 20 GB of memory."""
+    """Longest utterance, in seconds; ``null`` means no limit. A codec processes each utterance as a whole, and an
+    utterance of three hours needs more than 20 GB of memory."""
     duration_tolerance: NotNegative = 0.1
     """Largest accepted difference between the duration in the manifest and in the audio header, in seconds."""
     require_text: bool = True

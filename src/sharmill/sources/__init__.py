@@ -144,7 +144,7 @@ class Source(ABC):
     language: str | None = None
     """Language of records that have no speaker tag, ``language``, or ``lang``; ``null`` is ``und``."""
     dataset: str | None = None
-    """Dataset name in the speaker tags of records that have no tag; ``null`` is the name of the dataset."""
+    """Dataset name in speaker tags that are added to records without one; ``null`` is ``name`` of the configuration."""
     channel: Channel = None
     """Channel to use if audio has several: a number from 0, or ``downmix`` for their mean. A record's own ``channel``
     takes precedence. ``null`` rejects multi-channel audio if the record has no ``channel``."""

@@ -56,16 +56,16 @@ class AnnotatedSource(WalkedSource):
     ``.words.xml``."""
     audio: str | None = None
     """Template for ``audio_filepath``, such as ``audio/{recording}.wav``. ``{recording}`` is the name of the recording
-    in the annotation, or the name of the annotation file; ``{path[0]}`` is a part of its path. ``null`` looks for a
-    file with the recording's name in the same folder below ``audio_root``."""
+    in the annotation, or the name of the annotation file; ``{path[0]}`` is a part of that file's path. ``null`` looks
+    for a file with the recording's name in the same folder below ``audio_root``."""
     tier: str | None = None
     """Tier of a TextGrid. A ``*`` in it matches the speaker's name: ``"* - words"``. ``"*"`` selects all tiers,
     ``null`` the only tier."""
     overlap: Literal["keep", "drop"] = "keep"
     """``drop`` rejects segments that overlap with another speaker, as ``overlapped_speech``."""
     max_gap: float | None = None
-    """Join segments of one speaker if the pause between them is at most this many seconds. ``null`` joins the words of
-    ``ctm`` and ``ami`` at 0.5 seconds, and nothing in other formats."""
+    """Join segments of one speaker if the pause between them is at most this many seconds. ``null`` joins words of
+    ``ctm`` and ``ami`` at pauses of up to 0.5 seconds, and nothing in other formats."""
     max_duration: float = 20.0
     """Longest segment that joining may create, in seconds."""
 

@@ -65,7 +65,7 @@ class LhotseSource(LineSource, ColumnSource):
     """``true`` makes each supervision of a cut a record. ``false`` makes each cut a record with the joined texts of its
     supervisions, and rejects cuts with several speakers."""
     keep_ids: bool = False
-    """Keep ids: supervision ids for cuts with ``split: true`` and for supervisions, otherwise the ids of the cuts or
+    """Keep existing ids: ids of supervisions with ``split: true`` or ``supervisions``, otherwise ids of cuts or
     recordings. Set this for all sources of a dataset, or for none."""
 
     def __post_init__(self) -> None:

@@ -61,7 +61,7 @@ class TableSource(LineSource, EncodedSource, ColumnSource):
     decimal: Literal[".", ","] = "."
     """Decimal separator of numbers; ``","`` reads ``2,5``."""
     numbers: list[str] = field(default_factory=list)
-    """Keys with numbers besides ``duration`` and ``offset``, such as ``cer`` for filters."""
+    """Further keys with numbers, in addition to ``duration`` and ``offset``, such as ``cer`` for filters."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

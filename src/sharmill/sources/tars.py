@@ -448,7 +448,7 @@ class _SampleSource(RunSource, EncodedSource):
 
 @dataclass(frozen=True, kw_only=True)
 class WebDatasetSource(TarSource, _SampleSource, ColumnSource):
-    """Records of WebDataset archives: samples of audio with a JSON file, a text file or both."""
+    """Records of WebDataset archives; each sample is an audio file with a JSON file, a text file or both."""
 
     file_keys: ClassVar[tuple[str, ...]] = ("tars",)
     # As in webdataset, the key ends at the first dot of the last path component; hidden files belong to no sample.

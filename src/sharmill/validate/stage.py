@@ -33,7 +33,7 @@ _MAX_INDEX_BYTES: Final = 1 << 32
 
 @dataclass(frozen=True, kw_only=True)
 class ValidateConfig(StageSection):
-    """Optional checks of the stage ``validate``, besides those that it always makes."""
+    """Optional checks of the stage ``validate``, in addition to the checks that it always makes."""
 
     presence: ClassVar[Presence] = "always"
 

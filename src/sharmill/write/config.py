@@ -20,8 +20,8 @@ class WriteConfig(StageSection):
     alternatives: ClassVar[Sequence[str]] = ("shard_size", "num_shards", "shard_seconds")
 
     shard_size: Positive | None = None
-    """Number of cuts per shard; 1000 if neither this nor one of the next two keys is given. Only one of the three can
-    be given; one on the command line replaces another one in the file."""
+    """Number of cuts per shard; 1000 if neither this nor one of the next two keys is given. Only one of the three keys
+    can be given; one on the command line replaces one in the file."""
     num_shards: Positive | None = None
     """Number of shards. Their sizes differ by at most one cut, and there are never more shards than cuts."""
     shard_seconds: float | None = None

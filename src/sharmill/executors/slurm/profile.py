@@ -77,7 +77,7 @@ class ClusterProfile:
     stages: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Different values for keys of ``gpu`` and ``cpu``, by stage: ``prepare``, ``match``, ``write``, ``encode`` (on
     GPUs), ``validate``, stages of other packages, and ``driver`` for the advance jobs between the stages. ``extra`` is
-    added to that of ``gpu`` or ``cpu``; if both have an option, the value of the stage counts."""
+    added to that of ``gpu`` or ``cpu``; if both have an option, the stage's value applies."""
     account: str | None = None
     """Account to charge (``sbatch --account``)."""
     qos: str | None = None
@@ -88,18 +88,20 @@ class ClusterProfile:
     """Maximum number of ranks that run at once for all datasets of one ``sharmill submit``. Each dataset gets an equal
     share, at least one rank; ``max_parallel`` still applies. ``null``: only ``max_parallel`` applies."""
     signal_s: Positive = 90
-    """Time before its time limit at which a rank is told to stop, in seconds."""
+    """How long before its time limit a rank is told to stop, in seconds."""
     max_requeues: Annotated[int, msgspec.Meta(ge=0)] = 100
-    """How often one rank may be requeued because of its time limit."""
+    """Maximum number of times that one rank is requeued because of its time limit."""
     python: str | None = None
     """Python interpreter for the ranks, or the beginning of a command such as ``apptainer exec --nv IMAGE python``;
-    ``null`` for the interpreter that submits. In a pyxis container, the interpreter inside the container."""
+    ``null`` for the interpreter that runs ``sharmill submit``. With pyxis, this is the interpreter inside the
+    container."""
     driver_units: Annotated[int, msgspec.Meta(ge=0)] = 4
     """A CPU stage with at most this many units per worker is processed by the advance job itself, instead of by ranks
     that must wait in the queue. The number of workers depends on the cores and memory of the job. ``0``: never."""
     driver_hours: Annotated[float, msgspec.Meta(ge=0)] = 10.0
     """Maximum hours of audio of a stage that an advance job processes itself. ``prepare``, and the part of ``encode``
-    that puts codes into shards, are limited only by ``driver_units``, since their cost depends on records."""
+    that puts codes into shards, are limited only by ``driver_units``, since their cost depends on the number of
+    records."""
     setup: list[str] = field(default_factory=list)
     """Shell lines that run before a rank or an advance job starts, such as ``module load cuda``. Each item is a
     complete command; use ``|`` for one of several lines. If one fails, the job ends; add ``|| true`` to a command that

@@ -103,7 +103,7 @@ def test_a_folder_that_is_no_run_directory_is_refused(tmp_path):
 
 @pytest.fixture
 def jobs(run_dir, tmp_path_factory):
-    """Stand-ins for SLURM's commands, and a run of which the advance job submits ranks while it is being ended.
+    """Stand-ins for SLURM's commands, and a run of which the driver job submits ranks while it is being ended.
 
     Returns the folder of the commands, which holds what ``scancel`` was asked, and the environment with it.
     """

@@ -20,7 +20,7 @@ RANKS = {"cores": 1, "memory_gb": 1.5, "timeout_min": 60, "device": "cpu"}
 
 @pytest.fixture
 def profile(tmp_path):
-    """A profile with three ranks on the gpu partition and four on cpu; no stage runs in an advance job."""
+    """A profile with three ranks on the gpu partition and four on cpu; no stage runs in a driver job."""
     values = {
         "driver_units": 0,
         "max_parallel": 8,
@@ -59,7 +59,7 @@ def test_an_append_ends_in_the_dataset_that_grows(tmp_path, make_config, corpus,
     )
     run_sharmill("run", old)
     dataset = tmp_path / "old/dataset"
-    # A single advance job processes all stages, since none needs a GPU.
+    # A single driver job processes all stages, since none needs a GPU.
     profile.write_text(yaml.safe_dump(yaml.safe_load(profile.read_text()) | {"driver_units": 50}))
     more = make_config(tmp_path / "new", **plain, append_to=str(dataset), max_reject_fraction=0.7)
     shown = run_sharmill("submit", "all", more, "--profile", profile, "--dry-run")

@@ -67,7 +67,7 @@ def test_the_end_of_ranks_costs_at_most_their_units(make_run, tmp_path, record_p
 
 
 def test_preempted_ranks_are_requeued_and_continue(make_run, tmp_path, record_property):
-    """As in configs/clusters/preemptible.yaml, the advance job uses a partition without preemption."""
+    """As in configs/clusters/preemptible.yaml, the driver job uses a partition without preemption."""
     profile = make_profile(partition="scavenge", stages={"driver": {"partition": "cpu"}})
     run = make_run(units=120, seconds=3.0, profile=profile)
     advance_job = run.start().jobs[-1]
@@ -97,7 +97,7 @@ def test_work_for_longer_than_the_time_limit(make_run, tmp_path, record_property
 
 
 def test_a_package_missing_on_all_ranks_ends_the_first_launch(make_run, tmp_path):
-    """The advance job need not wait for late files, since each rank has noted its end."""
+    """The driver job need not wait for late files, since each rank has noted its end."""
     # Each node takes one rank and has its own host name, as on a cluster of several machines.
     site = tmp_path / "site/sitecustomize.py"
     site.parent.mkdir()
@@ -136,9 +136,9 @@ def test_ranks_in_an_image_of_apptainer(make_run, tmp_path, record_property):
 
 
 def test_a_refused_submission_leaves_no_job_behind(make_run):
-    """The ranks are accepted, but the advance job after them is refused."""
+    """The ranks are accepted, but the driver job after them is refused."""
     run = make_run(units=8, profile=make_profile(stages={"driver": {"partition": "nowhere"}}))
-    with raises(FatalError, "jobs_refused", "invalid partition", "each advance job", "--partition=nowhere"):
+    with raises(FatalError, "jobs_refused", "invalid partition", "each driver job", "--partition=nowhere"):
         run.start()
     wait_until(lambda: queued_jobs(run.run_dir) == [])
 
@@ -171,7 +171,7 @@ def test_a_submission_killed_half_way_can_be_repeated(make_run, tmp_path, record
     environment["PATH"] = put_before_sbatch(tmp_path, "grep -q array= $1 || { kill -9 $PPID; exit 1; }")
     command = [sys.executable, "-c", code, tmp_path / "run.pkl"]
     assert subprocess.run(command, env=os.environ | environment, check=False).returncode == -9
-    assert "still in the queue, then advance job" in run.start().message
+    assert "still in the queue, then driver job" in run.start().message
     finish(run, tmp_path, record_property, 0)
 
 

@@ -16,7 +16,7 @@ Unlocked = Callable[[], AbstractContextManager[object]]
 
 @dataclass(frozen=True)
 class Submitted:
-    """Submitted jobs: the ranks, and an advance job that continues the run when the ranks have ended.
+    """Submitted jobs: the ranks, and a driver job that continues the run when the ranks have ended.
 
     Attributes:
         message: one sentence about the submission.

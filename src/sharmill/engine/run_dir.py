@@ -153,7 +153,7 @@ class RunDir:
         self.report = path / "report.html"
         # Similarities, yields, rejects and rates of a pilot run, written by ``sharmill calibrate``.
         self.calibration = path / "calibration.json"
-        # The scripts, input and output of a cluster's jobs, and the log of the advance jobs.
+        # The scripts, input and output of a cluster's jobs, and the log of the driver jobs.
         self.jobs = path / "jobs"
         self.advance_log = self.jobs / "advance.log"
         self.manifests = path / "manifests"

@@ -1,6 +1,6 @@
 """The SLURM executor on a fake cluster made of scripts.
 
-The first tests cover job submission and guards of the run directory. The others cover advance jobs: waiting for an
+The first tests cover job submission and guards of the run directory. The others cover driver jobs: waiting for an
 unreachable controller, recording the outcome, and small stages, which they process themselves.
 """
 
@@ -77,7 +77,7 @@ def test_a_refused_request_is_reported_at_once_and_once(cluster, submit, capfd):
 
 NOT_AVAILABLE = "Requested node configuration is not available"
 RANK = "each rank of toy asks for --cpus-per-task=1 --mem=4096M --time=240, from"
-DRIVER = "each advance job (stages.driver) asks for --cpus-per-task=1 --mem=4096M --time=240, from"
+DRIVER = "each driver job (stages.driver) asks for --cpus-per-task=1 --mem=4096M --time=240, from"
 
 
 @pytest.mark.parametrize(
@@ -348,7 +348,7 @@ SILENT = SlurmSilent("SLURM does not answer squeue")
 
 @pytest.fixture
 def job(cluster, tmp_path, monkeypatch):
-    """The advance job 17 of a run whose stages are all finished; ``scontrol requeue`` records its calls."""
+    """The driver job 17 of a run whose stages are all finished; ``scontrol requeue`` records its calls."""
     cluster.script("scontrol", 'echo "$@" >> orders')
     monkeypatch.setenv("SLURM_JOB_ID", "17")
     (tmp_path / "run").mkdir()
@@ -443,7 +443,7 @@ def test_the_end_of_a_run_releases_unless_another_process_took_over(job):
 
 @pytest.mark.parametrize(
     ("role", "says", "behind"),
-    [("rank", "jobs 16_0 (user bob) are still in the queue, then advance job 1", ["--dependency=afterany:16"]),
+    [("rank", "jobs 16_0 (user bob) are still in the queue, then driver job 1", ["--dependency=afterany:16"]),
      ("advance", "jobs 18 (user bob) are still in the queue", [])],
 )  # fmt: skip
 def test_a_job_that_meets_ranks_or_a_later_job_leaves_them_the_work(cluster, tmp_path, monkeypatch, role, says, behind):
@@ -476,7 +476,7 @@ def own_cores(monkeypatch):
 
 @pytest.fixture
 def make_job(cluster, monkeypatch):
-    """Return a function: a stage -> the advance job 17 of its run."""
+    """Return a function: a stage -> the driver job 17 of its run."""
     monkeypatch.setenv("SLURM_JOB_ID", "17")
 
     def make(stage, role="advance"):
@@ -491,16 +491,16 @@ def make_job(cluster, monkeypatch):
 
 @pytest.mark.parametrize("role", [None, "second"])
 def test_a_small_stage_is_left_to_an_advance_job(cluster, tmp_path, make_job, role):
-    """Both the submitting process and a second job submit such an advance job."""
+    """Both the submitting process and a second job submit such a driver job."""
     stage = ToyStage(tmp_path, units=4)
-    message = "toy: 4 units, which need no ranks, then advance job 1"
+    message = "toy: 4 units, which need no ranks, then driver job 1"
     if role is None:
         assert ToyRun(ToyDataset(stage), ClusterProfile(), patience=0.2).start() == Submitted(message, ["1"])
     else:
         job = make_job(stage, role)
         job.advance("toy", "", False)
         assert message in job.run_dir.advance_log.read_text()
-    # The scripts are those of the advance job and of its second job.
+    # The scripts are those of the driver job and of its backup driver job.
     assert [script.count("--dependency") for script in cluster.scripts()] == [0, 1]
 
 

@@ -68,7 +68,7 @@ class MatchStage(ToyStage):
 
 @pytest.fixture
 def scripts(tmp_path, monkeypatch):
-    """Return a function: name of an example -> the scripts of GPU ranks, of CPU ranks, and of advance jobs."""
+    """Return a function: name of an example -> the scripts of GPU ranks, of CPU ranks, and of driver jobs."""
     monkeypatch.chdir(tmp_path)
 
     def make(name: str) -> list[str]:

@@ -1,9 +1,9 @@
 """The SLURM executor, based on submitit: each task of a job array is one rank, and no process waits for the ranks.
 
 ``SlurmExecutor`` advances a dataset from stage to stage: it finalizes complete stages and submits the missing units of
-the next one. After each job array it submits an advance job, which does the same once the ranks have ended, and then a
-second job, which takes the place of the advance job only if that fails. The state of a run is derived from its plans,
-its ledgers and the queue; only the request and the outcome are recorded. An advance job processes small stages itself,
+the next one. After each job array it submits a driver job, which does the same once the ranks have ended, and then a
+backup driver job, which takes the place of the driver job only if that fails. The state of a run is derived from its
+plans, its ledgers and the queue; only the request and the outcome are recorded. A driver job processes small stages itself,
 like the local executor, because they are not worth a wait in the queue.
 """
 
@@ -61,7 +61,7 @@ log = logging.getLogger(__name__)
 # Errors of sbatch that may be temporary: a busy controller, or a limit on queued jobs. All other errors concern the
 # request.
 _MAY_PASS = r"(?is).*(timed out|temporarily|unable to contact|connection|communicat|(?:Max|Grp)Submit\w*Limit)"
-# Longest time to wait for an unreachable controller, or for a limit on queued jobs, in seconds. An advance job waits
+# Longest time to wait for an unreachable controller, or for a limit on queued jobs, in seconds. A driver job waits
 # for a part of this time, and is then requeued.
 _MOST_PATIENCE_SECONDS = 12 * 3600.0
 _MOST_LOGS = 50
@@ -133,7 +133,7 @@ class RankTask:
             self._end_others(array, leader)
 
     def _end_others(self, array: str, leader: Leader) -> None:
-        """Cancel pending tasks and tasks whose ranks are silent, because the advance job waits for all tasks to end."""
+        """Cancel pending tasks and tasks whose ranks are silent, because the driver job waits for all tasks to end."""
         first = self.number - int(os.environ["SLURM_ARRAY_TASK_ID"])
         silent = [number - first for number in leader.silent_ranks() if number >= first]
         queue.scancel([array], "--state=PENDING")
@@ -194,7 +194,7 @@ class SlurmExecutor(Executor):
         """Plan and submit the stages from this process. Units that were given up earlier are tried again.
 
         Raises:
-            ConfigError: the configuration is wrong, or this dataset has advance jobs in the queue.
+            ConfigError: the configuration is wrong, or this dataset has driver jobs in the queue.
             FatalError: a stage stopped.
         """
         if not (cluster := queue.setting("ClusterName")):
@@ -217,9 +217,9 @@ class SlurmExecutor(Executor):
 
     def begin(self, run_dir: RunDir, request: RunRequest, jobs: Sequence[queue.QueuedJob], *, is_joining: bool) -> None:
         if any(job.role != "rank" for job in jobs):
-            return  # the advance jobs continue the run, and this process only adds ranks
+            return  # the driver jobs continue the run, and this process only adds ranks
         run_dir.begin(self.given)
-        # Forget earlier attempts, unless ranks are still at work and only their advance job is missing.
+        # Forget earlier attempts, unless ranks are still at work and only their driver job is missing.
         for stage in self.dataset.make_stages() if not (jobs or is_joining) else ():
             remove(stage.ranks.launch)
 
@@ -229,8 +229,8 @@ class SlurmExecutor(Executor):
     ) -> StageResult:  # fmt: skip
         """Submit ranks for the units, or return the failed units if all others are complete; see ``Executor``.
 
-        If an advance job is already in the queue, this process only adds ranks, or does nothing if it is an advance job
-        itself. An advance job processes small stages itself; if it is killed, the next advance job submits ranks for
+        If a driver job is already in the queue, this process only adds ranks, or does nothing if it is a driver job
+        itself. A driver job processes small stages itself; if it is killed, the next driver job submits ranks for
         them.
 
         Raises:
@@ -279,7 +279,7 @@ class SlurmExecutor(Executor):
     def _competing_jobs(self) -> list[queue.QueuedJob]:
         """Return the queued jobs that conflict with new ranks of this process.
 
-        For an advance job, these are ranks and later advance jobs; earlier advance jobs are about to end.
+        For a driver job, these are ranks and later driver jobs; earlier driver jobs are about to end.
         """
         found = queue.queued_jobs(self.run_dir, self.patience, on_any_cluster=True)
         if self.role is None:
@@ -310,14 +310,14 @@ class SlurmExecutor(Executor):
         )
 
     def ranks_of(self, stage: StageRun, role: queue.Role = "rank") -> RankProfile:
-        """Return the profile of a stage's ranks, or of advance jobs."""
+        """Return the profile of a stage's ranks, or of driver jobs."""
         return self.profile.for_stage(stage.kind, stage.resource) if role == "rank" else self.profile.driver
 
     def workers_in_job(self, stage: StageRun, units: Sequence[Unit]) -> int:
-        """Return the number of workers with which an advance job processes a stage itself; 0 if ranks must do it."""
+        """Return the number of workers with which a driver job processes a stage itself; 0 if ranks must do it."""
         cluster = self.profile
         if stage.resource == "gpu" or cluster.python is not None or cluster.container_image is not None:
-            # An advance job runs outside the container and with other packages, so its output bytes may differ.
+            # A driver job runs outside the container and with other packages, so its output bytes may differ.
             return 0
         ranks, driver = self.ranks_of(stage), cluster.driver
         workers = driver.cores // ranks.cores
@@ -337,7 +337,7 @@ class SlurmExecutor(Executor):
         return min(parallel, self.profile.max_parallel_all or parallel)
 
     def scripts(self, stage: StageRun, num_ranks: int) -> list[str]:
-        """Return the sbatch scripts of a stage's ranks, if any, and of the advance job and the second job, for display.
+        """Return the sbatch scripts of a stage's ranks, if any, and of both driver jobs, for display.
 
         RANKS and ADVANCE stand for job ids that are not known yet.
         """
@@ -355,16 +355,16 @@ class SlurmExecutor(Executor):
         self, stage: StageRun, message: str, numbers: Sequence[int] = (), behind: Sequence[str] = (), *,
         is_advanced: bool = False,
     ) -> StageResult:  # fmt: skip
-        """Submit ranks, an advance job after them, and a second job after that.
+        """Submit ranks, a driver job after them, and a backup driver job after that.
 
         Args:
             message: the beginning of the message about the submission.
             numbers: the numbers of the ranks.
-            behind: ids of queued jobs for which the advance job must wait too.
-            is_advanced: True if an advance job and a second job are in the queue already.
+            behind: ids of queued jobs for which the driver job must wait too.
+            is_advanced: True if a driver job and a backup driver job are in the queue already.
         """
         jobs: list[str] = []
-        # An advance job may have to wait for SLURM three times within its time limit.
+        # A driver job may have to wait for SLURM three times within its time limit.
         patience = 0.25 * 60.0 * self.profile.driver.timeout_min
         # The jobs must not restart the run again.
         job = replace(self, restart=False, take_over=False, patience=min(patience, _MOST_PATIENCE_SECONDS))
@@ -378,7 +378,7 @@ class SlurmExecutor(Executor):
                 if not is_advanced:
                     advance = partial(replace(job, role="advance").advance, *arguments)
                     jobs += self._sbatch([advance], stage, "advance", [*behind, *jobs])
-                    message += f", then advance job {jobs[-1]}"
+                    message += f", then driver job {jobs[-1]}"
                     second = partial(replace(job, role="second").advance, *arguments)
                     self._sbatch([second], stage, "second", jobs[-1:])
             except BaseException:
@@ -412,7 +412,7 @@ class SlurmExecutor(Executor):
             said = one_line(error, None)
             if re.match(_MAY_PASS, said):
                 raise queue.SlurmSilent(f"SLURM accepts no jobs at present: {said}") from error
-            job = f"each rank of {stage.name}" if role == "rank" else "each advance job (stages.driver)"
+            job = f"each rank of {stage.name}" if role == "rank" else "each driver job (stages.driver)"
             options = " ".join(self.profile.arguments(self.ranks_of(stage, role)))
             source = self.profile_file or "the defaults: give a profile of this cluster with --profile"
             raise FatalError(
@@ -420,7 +420,7 @@ class SlurmExecutor(Executor):
             ) from error
 
     def _submitter(self, stage: StageRun, role: queue.Role, behind: Sequence[str] = ()) -> Any:
-        """Return submitit's executor for an array of ranks, or for an advance job or second job after other jobs."""
+        """Return submitit's executor for an array of ranks, or for a driver job or its backup after other jobs."""
         import submitit
 
         class Submitter(submitit.SlurmExecutor):
@@ -458,7 +458,7 @@ class SlurmExecutor(Executor):
             "array_parallelism": self.max_parallel(stage) if is_rank else None,
             # Since SLURM 22.05, srun no longer inherits --cpus-per-task from sbatch.
             "srun_args": [f"--cpus-per-task={ranks.cores}", *in_container] if is_rank else None,
-            # An advance job submits jobs, so it runs outside of containers, with the interpreter of this process.
+            # A driver job submits jobs, so it runs outside of containers, with the interpreter of this process.
             "use_srun": None if is_rank else False,
             "dependency": f"{kind}:{jobs}" if behind else None,
         }  # fmt: skip
@@ -469,7 +469,7 @@ class SlurmExecutor(Executor):
         return submitter
 
     def advance(self, stage: str, token: str, had_ranks: bool) -> None:
-        """Run the stages in an advance job or a second job.
+        """Run the stages in a driver job or a backup driver job.
 
         Args:
             stage: the key of the stage that was planned before this job was submitted.
@@ -533,7 +533,7 @@ class SlurmExecutor(Executor):
         # no lock.
         if lock_owner(self.run_dir.path) is None and not find_workers(self.run_dir, ranks=False):
             release(self.dataset.make_stages())
-        # The second job has nothing left to do.
+        # The backup driver job has nothing left to do.
         with suppress(SharmillError):
             queue.scancel([job.id for job in queue.queued_jobs(self.run_dir) if job.role == "second"])
         # No notification is needed if this process is not a job, because its command shows how the run ended.

@@ -23,7 +23,7 @@ _NOT_EXTRA = (
     | dict.fromkeys(_MEMORY, "set memory_gb, or set it to null")
     | {"time": "set timeout_min", "signal": "set signal_s of the profile", "cpus-per-task": "set cores"}
 )
-# The key in ``stages`` for the values of advance jobs.
+# The key in ``stages`` for the values of driver jobs.
 DRIVER: Final = "driver"
 
 
@@ -73,10 +73,10 @@ class ClusterProfile:
     gpu: RankProfile = field(default_factory=lambda: RankProfile(gpus=1, device="cuda"))
     """Ranks of match and encode; see below."""
     cpu: RankProfile = field(default_factory=RankProfile)
-    """Ranks of the other stages, and the advance jobs between the stages; see below."""
+    """Ranks of the other stages, and the driver jobs between the stages; see below."""
     stages: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Different values for keys of ``gpu`` and ``cpu``, by stage: ``prepare``, ``match``, ``write``, ``encode`` (on
-    GPUs), ``validate``, stages of other packages, and ``driver`` for the advance jobs between the stages. ``extra`` is
+    GPUs), ``validate``, stages of other packages, and ``driver`` for the driver jobs between the stages. ``extra`` is
     added to that of ``gpu`` or ``cpu``; if both have an option, the stage's value applies."""
     account: str | None = None
     """Account to charge (``sbatch --account``)."""
@@ -96,23 +96,23 @@ class ClusterProfile:
     ``null`` for the interpreter that runs ``sharmill submit``. With pyxis, this is the interpreter inside the
     container."""
     driver_units: Annotated[int, msgspec.Meta(ge=0)] = 4
-    """A CPU stage with at most this many units per worker is processed by the advance job itself, instead of by ranks
+    """A CPU stage with at most this many units per worker is processed by the driver job itself, instead of by ranks
     that must wait in the queue. The number of workers depends on the cores and memory of the job. ``0``: never."""
     driver_hours: Annotated[float, msgspec.Meta(ge=0)] = 10.0
-    """Maximum hours of audio of a stage that an advance job processes itself. ``prepare``, and the part of ``encode``
+    """Maximum hours of audio of a stage that a driver job processes itself. ``prepare``, and the part of ``encode``
     that puts codes into shards, are limited only by ``driver_units``, since their cost depends on the number of
     records."""
     setup: list[str] = field(default_factory=list)
-    """Shell lines that run before a rank or an advance job starts, such as ``module load cuda``. Each item is a
+    """Shell lines that run before a rank or a driver job starts, such as ``module load cuda``. Each item is a
     complete command; use ``|`` for one of several lines. If one fails, the job ends; add ``|| true`` to a command that
     may fail."""
     notify: str | None = None
-    """Shell command that an advance job runs once, when the run is complete or has failed, such as ``mail -s
+    """Shell command that a driver job runs once, when the run is complete or has failed, such as ``mail -s
     "$SHARMILL_NAME $SHARMILL_STATE" me@example.org``. Its environment has ``SHARMILL_NAME``, ``SHARMILL_STATE``
     (``done`` or ``failed``), ``SHARMILL_FINDINGS`` (the number of findings), ``SHARMILL_MESSAGE`` and
     ``SHARMILL_RUN_DIR``; its standard input is the message."""
     container_image: str | None = None
-    """Container image for ranks (requires pyxis). Advance jobs run outside the container."""
+    """Container image for ranks (requires pyxis). Driver jobs run outside the container."""
     container_mounts: list[str] = field(default_factory=list)
     """Mounts of the container, such as ``/data:/data``."""
 
@@ -177,7 +177,7 @@ class ClusterProfile:
 
     @property
     def driver(self) -> RankProfile:
-        """The profile of advance jobs."""
+        """The profile of driver jobs."""
         return self.for_stage(DRIVER, "cpu")
 
 

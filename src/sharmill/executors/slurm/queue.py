@@ -35,7 +35,7 @@ PATIENCE_SECONDS = 30.0
 # Longest time, in seconds, until cancelled jobs must have left the queue. SLURM kills a process that ignores SIGTERM
 # after KillWait, 30 s by default.
 SECONDS_TO_CANCEL = 180.0
-# The role of a job: a rank, the advance job after the ranks, or the second job, which runs only if the advance job
+# The role of a job: a rank, the driver job after the ranks, or the backup driver job, which runs only if the driver job
 # fails.
 Role = Literal["rank", "advance", "second"]
 
@@ -91,7 +91,7 @@ def queued_jobs(
     ours = rf"^(\d+(?:_\d+)?)\|(\w+)\|([^|]*)\|([^|]*)\|([^|]*)\|.*\bsharmill:{run_id}:(\w+)"
     jobs = []
     for number, state, reason, waits_for, user, role in re.findall(ours, shown, re.MULTILINE):
-        # An advance job that is completing has no work left, and a job with an impossible dependency never starts.
+        # A driver job that is completing has no work left, and a job with an impossible dependency never starts.
         is_over = role != "rank" and (state == "COMPLETING" or reason == "DependencyNeverSatisfied")
         if not is_over and number != os.environ.get("SLURM_JOB_ID"):
             waits_for = re.sub(r"\((null|unfulfilled)\)", "", waits_for)

@@ -1,4 +1,4 @@
-"""Advance jobs on a real SLURM: whatever ends them, the run continues, or status reports that it does not.
+"""Driver jobs on a real SLURM: whatever ends them, the run continues, or status reports that it does not.
 
 While jobs of a run directory are in the queue, no other run uses it, however the jobs were submitted.
 """
@@ -42,7 +42,7 @@ START = SHARED / "slurm" / "start.sh"
 
 @pytest.fixture
 def start_mortal(make_run):
-    """Return a function: the ends of successive advance jobs -> a started run."""
+    """Return a function: the ends of successive driver jobs -> a started run."""
 
     def start(*ends: str):
         run = make_run(kind=MortalStage, units=4, profile=make_profile(max_ranks=2))
@@ -102,7 +102,7 @@ def advance_log(run) -> str:
 
 @pytest.mark.skipif(os.getuid() != 0 or not START.exists(), reason="only root stops the controller of the test cluster")
 def test_an_advance_job_without_a_controller_is_requeued(make_run, tmp_path):
-    """An advance job with a time limit of one minute waits for fifteen seconds, and then requests its requeue."""
+    """A driver job with a time limit of one minute waits for fifteen seconds, and then requests its requeue."""
     hold = tmp_path / "hold"
     hold.touch()
     line = f"case $SLURM_JOB_NAME in *advance) while [ -e {shlex.quote(str(hold))} ]; do sleep 0.2; done;; esac"

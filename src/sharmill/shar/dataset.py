@@ -70,7 +70,7 @@ class ShardedDataset:
         return read_dataset(self.directory)
 
     def shards(self) -> list[ShardRecord]:
-        """Read from ``shards.jsonl`` as many shards as ``dataset.json`` counts; raises the errors of ``record``."""
+        """Read the lines of ``shards.jsonl`` that ``dataset.json`` counts; raises the same errors as ``record``."""
         return list(read_shards(self.directory, self.record().num_shards))
 
     def audio_checksum(self) -> str:

@@ -264,6 +264,10 @@ def open_items(
 
 
 def read_field(path: Location, ids: Sequence[str] | None = None) -> Iterator[Item]:
-    """Iterate over the items of a field's file in order; opening and iterating raise the errors of ``open_items``."""
+    """Iterate over the items of a field's file in order.
+
+    Raises:
+        DamagedShard: as for ``open_items``; the error may also be raised during the iteration.
+    """
     table = open_items(path, ids)
     return map(table.item, range(len(table)))

@@ -174,7 +174,7 @@ def _list_files(directory: Path, *, nested: bool) -> Iterator[str]:
 
 
 class CodecFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """Facts about a codec from the user. ``num_codebooks`` is not among them, since it is read from the files."""
+    """Facts about a codec that a user provides; ``num_codebooks`` is not among them, as it is read from the files."""
 
     name: str
     codebook_size: Positive | None = None
@@ -317,7 +317,7 @@ def _record(
 def _read_field(
     name: str, path: Path, ids: list[str], seen: dict[str, _CodecSeen], audio: set[tuple[str, int]]
 ) -> float:
-    """Return the seconds of audio in a field whose items must belong to ``ids``; add to ``seen`` and ``audio``."""
+    """Return the seconds of audio in a field, whose items must belong to ``ids``; update ``seen`` and ``audio``."""
     seconds = 0.0
     codec = codec_of_field(name)
     for item in read_field(path, ids):

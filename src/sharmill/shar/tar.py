@@ -98,7 +98,7 @@ def tar_header(name: str, size: int) -> bytes:
 
 
 def clean_name(name: str) -> str:
-    """Return the name of a member without ``.`` components and superfluous slashes, in which tools differ.
+    """Return the name of a member without ``.`` components and superfluous slashes, which some tools write.
 
     >>> clean_name("./one.wav"), clean_name("/data//one.wav")
     ('one.wav', 'data/one.wav')
@@ -123,7 +123,7 @@ class TarMember(NamedTuple):
 
 
 class TarDamage(Exception):
-    """Damage after which an archive cannot be read; the message begins with a verb whose subject is the archive.
+    """Damage beyond which an archive cannot be read; the message begins with a verb whose subject is the archive.
 
     Attributes:
         name: the name of the member that is cut off, if known.

@@ -32,7 +32,7 @@ REPORT_VERSION: Final = 1
 _MAX_REPORT_BYTES: Final = 1 << 29
 # Used in place of a stage's name in a list of repairs if the index of the dataset must be rebuilt.
 INDEX: Final = "index"
-# Repairs of a field in a shard: write its files again or, for codes, first encode the audio again as well.
+# Repairs of a field in a shard: write its files again or, for codes, first encode the audio again.
 _SHARD: Final = "shard"
 _CODES: Final = "codes"
 

@@ -135,7 +135,7 @@ class ValidateProcessor(Processor):
             _measure_all(shard, contents, found, stats, finish)
         found += self._encode_again(shard, contents, stats, finish)
         findings, records = f"parts/{unit.index:06d}.findings.jsonl", f"parts/{unit.index:06d}.cuts.jsonl"
-        # Without accounts, only the ids are needed, to find duplicates.
+        # If there are no accounts, only the ids are needed, to find duplicates.
         rows = [row_of_cut(cut) if self._with_records else RecordRow(id=str(cut.get("id"))) for cut in cuts]
         for file, lines in ((findings, found), (records, rows)):
             write_new(staging.path(file), msgspec.json.Encoder().encode_lines(lines))
@@ -202,7 +202,7 @@ class ValidateProcessor(Processor):
         """Yield findings for items whose codes do not match their audio; call ``finish`` with each audio item."""
         for record in self._subject.codecs if self._codecs else ():
             assert self._subject.dataset is not None  # it lists the codecs
-            # Without contexts, a dataset has no codes of contexts either.
+            # A dataset without contexts has no context codes either.
             for codes, source in zip(record.fields, self._subject.dataset.audio_fields, strict=False):
                 for item, audio in zip(contents.get(codes.name, []), contents.get(source, []), strict=False):
                     # Choose by a hash of the bytes, so that a segment is either always in the sample or never, wherever

@@ -1,4 +1,4 @@
-"""Reads the cuts of an epoch that a part (a rank, or one of its workers) has left, and decodes audio ahead of use."""
+"""Reading of the cuts of an epoch that are left for a part (a rank or one of its workers), decoded ahead of use."""
 
 from collections.abc import Iterator
 from contextlib import suppress

@@ -40,7 +40,7 @@ from sharmill.sources.table import TableSource, delimiter_of
 
 # Largest accepted difference in seconds between a record's duration and its audio.
 _TOLERANCE: Final = PrepareConfig().duration_tolerance
-# Consecutive segments usually belong to the same recording.
+# Results are cached, since consecutive segments usually belong to the same recording.
 _probe = lru_cache(maxsize=16)(probe)
 _TYPES: Final[dict[str, type[Source]]] = {
     ".csv": TableSource, ".tsv": TableSource, ".json": NemoSource, ".jsonl": NemoSource,
@@ -52,7 +52,7 @@ LOG: Final = ".recipe.log"
 INFO: Final = ".info.yaml"
 # File with the result of a recipe, in the folder of the plan.
 _FOUND: Final = "found.json"
-# Properties for which the description states how many records have them.
+# Properties of records that the description counts.
 _COUNTS: Final = ("with_text", "with_speaker", "of_several_channels")
 
 
@@ -383,10 +383,10 @@ class Completion(Processor):
         if tag is not None:
             made["speaker"] = str(tag)
         elif find_tag(record.get("speaker")):
-            # Keep a tag that names no speaker for its other parts.
+            # Keep a tag that names no speaker, since it has other parts.
             made["speaker"] = record["speaker"]
         elif rule.language != UNDETERMINED:
-            # A record that has no tag needs another key for the language.
+            # If there is no tag, the language needs a key of its own.
             made["lang"] = rule.language
         made |= {key: value for key, value in record.items() if key not in TYPED_KEYS}
         own = record.get("channel")

@@ -1,4 +1,4 @@
-"""Recipes of sharmill's own: AN4, which lhotse lacks, and HiFi-TTS, Fisher and HUB5, where lhotse's are insufficient.
+"""Recipes for corpora that lhotse does not read (AN4) or does not read well enough (HiFi-TTS, Fisher, HUB5).
 
 Audio headers are read with sharmill's reader, so a single unreadable file does not stop a recipe.
 """
@@ -41,7 +41,7 @@ def forgive_headers() -> None:
     """Make lhotse read headers with sharmill's reader until this process ends.
 
     If the reader rejects a file, the recipe is told that it is a long file with two channels, and so keeps all its
-    segments. They are rejected later, when all records are checked. SPHERE files are read without sph2pipe.
+    segments. These are rejected later, when all records are checked. SPHERE files are read without sph2pipe.
     """
     from lhotse.audio import backend
 
@@ -129,7 +129,7 @@ def read_fisher(directory: Path, *, remove_noises: bool = False) -> dict[str, An
 
 
 def _clean_fisher(text: str) -> str:
-    """Return a text without tags, punctuation and capitals, or ``LEFT_OUT`` if it is uncertain.
+    """Return a text in lower case without tags and punctuation, or ``LEFT_OUT`` if it is uncertain.
 
     >>> _clean_fisher("[laughter] I have a 'Mini-van' [uh] on A._B._C.")
     'i have a minivan uh on a b c'

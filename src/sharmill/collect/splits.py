@@ -110,8 +110,8 @@ def _paths(recording: Any) -> list[str]:
 def find_splits(result: Any, name: str = "") -> dict[str, Any]:
     """Return the splits in the result of a recipe, by name.
 
-    The result is a list of records, or nested mappings that end in recordings and supervisions. A split's name consists
-    of the keys on its way, joined by hyphens.
+    The result is a list of records, or nested mappings that end in recordings and supervisions. The name of a split
+    joins the keys that lead to it by hyphens.
     """
     if isinstance(result, list):
         return {name: result}

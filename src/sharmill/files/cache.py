@@ -2,10 +2,10 @@
 
 The processes of a node share the folder of a ``Cache``. A marker file identifies the folder, and only files with the
 cache's naming pattern are counted and removed. A copy is written to a temporary file, which is then renamed. A process
-that uses a copy holds a kernel lock on it, which ends with the process:
+that uses a copy holds a shared kernel lock on it, which ends with the process. Two rules protect copies:
 
-- A process removes a copy only while it holds the exclusive lock of the very file that has this name.
-- A process replaces a copy only while it holds the lock of the folder, and the shared lock of the previous copy.
+- A process removes a copy only while it holds the exclusive lock on the very file that has this name.
+- A process replaces a copy only while it holds the lock on the folder, and the shared lock on the previous copy.
 
 A name therefore cannot lead to another file between the check and the removal. The file ``about-...`` beside a copy
 records its size and version, and is written last; a copy without it is fetched again.
@@ -42,8 +42,8 @@ from sharmill.files.trust import require_trusted_owner
 _SECONDS_OF_USE: Final = 60.0
 # Age in seconds above which a small unlocked file counts as a leftover, since writing it may take long on a busy disk.
 _SECONDS_TO_WRITE: Final = 3600.0
-# Each process scans the cache after fetching this share of the limit. It then evicts down to the kept share, to leave
-# room for other processes.
+# Each process scans the cache after fetching this share of the limit. It then evicts copies down to the kept share, to
+# leave room for other processes.
 _SWEPT_AFTER: Final = 1 / 64
 _KEPT_SHARE: Final = 0.75
 _MORE: Final = "more than the cache may hold ({:,.0f}); raise its limit (cache_gib)"

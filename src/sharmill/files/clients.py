@@ -160,10 +160,10 @@ def _session(process: int) -> requests.Session:
     import requests
 
     session = requests.Session()
-    # requests would read a redirect's whole body, and parse its target unchecked.
+    # Do not let requests follow redirects: it would read a redirect's whole body, and parse its target unchecked.
     session.get_redirect_target = lambda resp: None  # type: ignore[method-assign]
     limit_response_times(session, FETCHES_AT_ONCE)
-    # This log message contains the whole URL, whose query may be a signature.
+    # Suppress a log message that contains the whole URL, whose query may be a signature.
     logging.getLogger("urllib3.connection").addFilter(lambda record: "Failed to parse" not in str(record.msg))
     # Request the stored bytes without compression for the transfer.
     session.headers["Accept-Encoding"] = "identity"

@@ -111,12 +111,12 @@ class RemoteLocation:
             return self.cache.refresh(self.url)
 
     def fetch(self) -> Path:
-        """Return the path of the copy, as ``local``, but raise an OSError if the server does not provide the file."""
+        """Return the path of the copy as ``local`` does, but raise an OSError if the server does not offer the file."""
         with self._raise_os_errors():
             return self.local()
 
     def local(self) -> Path:
-        """Return the path of the copy, which is not evicted as long as this path object exists."""
+        """Return the path of the copy, which is not evicted as long as the returned path object exists."""
         return self.cache.get(self.url, self.xxh3, self.max_bytes)
 
     @contextmanager
@@ -146,7 +146,7 @@ def local(location: Location) -> Path:
 
 
 def fetch(location: Location) -> Path:
-    """Return a local path of a file, as ``local``, but raise an OSError if its server does not provide it."""
+    """Return a local path of a file as ``local`` does, but raise an OSError if the server does not provide the file."""
     return location.fetch() if isinstance(location, RemoteLocation) else location
 
 

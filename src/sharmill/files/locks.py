@@ -212,7 +212,7 @@ class FolderLock:
             time.sleep(_POLL_SECONDS * random.uniform(0.5, 1.5))
 
     def _find_others(self) -> dict[Path, tuple[LockOwner, bool]]:
-        """Return (owner, True if known to be alive) by record for other live owners; remove the records of dead ones.
+        """Return {record: (owner, True if known to be alive)} for other live owners; remove the records of dead ones.
 
         A process of another kernel is considered dead if its file was not touched during its lease.
         """

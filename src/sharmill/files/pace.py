@@ -95,7 +95,7 @@ async def run_in_time(pace: AnswerPace, coroutine: Coroutine[Any, Any, Any]) -> 
 
 
 class _Response(HTTPResponse):
-    """A response in which the time left limits each read from the connection."""
+    """A response in which each read from the connection may only take the time left for the current block."""
 
     def __init__(self, connection: Any, *args: Any, **options: Any) -> None:
         super().__init__(connection, *args, **options)

@@ -20,7 +20,8 @@ try:
     if log is not None:
         redirect_output(Path(log))
 except SharmillError:
-    # The forked processes meet and report the same error, so discard the output here to show it only once.
+    # The forked processes will report the same error, so discard the output of this process to show the error only
+    # once.
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, 1)
     os.dup2(null, 2)

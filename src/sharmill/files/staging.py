@@ -40,14 +40,14 @@ class PublishedFile:
 class Staging:
     """A folder in which one process writes the files of its units, one unit at a time, before publishing them.
 
-    The folder is on the file system of ``root``, so publishing is a rename. Two attempts at the same unit do not
-    collide before the rename, and then both produce the same bytes. Parent folders are never created: the folder of the
-    plan's token, and the folders of the final files, exist as long as the plan is valid; after that, writing and
-    publishing raise FileNotFoundError. Each process uses one flat folder instead of a tree per attempt, because
-    creating and removing trees would dominate a unit's file system requests.
+    The folder is on the file system of ``root``, so publishing is a rename. Two attempts at the same unit write to
+    different folders, and their files have the same bytes, so either may replace the other. Parent folders are never
+    created: the folder of the plan's token, and the folders of the final files, exist as long as the plan is valid;
+    after that, writing and publishing raise FileNotFoundError. Each process uses one flat folder instead of a tree per
+    attempt, because creating and removing trees would dominate a unit's file system requests.
 
-    With ``scratch``, a folder on a local disk, files are written there. When all files of a unit are complete, they are
-    copied to the shared disk in few large writes.
+    If ``scratch`` names a folder on a local disk, files are written there. When all files of a unit are complete, they
+    are copied to the shared disk in few large writes.
     """
 
     def __init__(self, root: Path, token: str, scratch: Path | None = None) -> None:
@@ -144,7 +144,7 @@ class Staging:
 
 
 def _names_here() -> str:
-    """Return the name prefix of staging folders whose processes are visible from this one.
+    """Return the name prefix of staging folders whose processes are visible from this process.
 
     It contains the kernel as well as the host, since containers of one machine may share a host name but not process
     ids.

@@ -306,7 +306,7 @@ def _is_deeper(value: Any, limit: int) -> bool:
 
 
 def check_fields(record: dict[str, Any]) -> None:
-    """Raise RejectRecord if ``audio_filepath`` is missing, or a key has a value of the wrong type or a wrong time."""
+    """Raise RejectRecord if ``audio_filepath`` is missing, or if a key has a value of the wrong type or range."""
     if "audio_filepath" not in record:
         raise RejectRecord("missing_field", "the record has no audio_filepath")
     for key, types in _TYPES.items():

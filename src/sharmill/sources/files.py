@@ -587,9 +587,7 @@ class KeyedLines:
 
     @cached_property
     def _index(self) -> np.ndarray:
-        """An array of (hash of the key, location) for all lines, sorted by hash; location is file number << 48 |
-        position.
-        """
+        """An array of (hash of the key, location), sorted by hash; a location is file number << 48 | position."""
         index = np.fromiter(self._rows(), [("key", np.uint64), ("place", np.uint64)])
         return index[np.argsort(index["key"], kind="stable")]
 

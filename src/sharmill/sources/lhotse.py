@@ -151,9 +151,7 @@ def _recording_id(line: bytes) -> bytes | None:
 
 
 def _mistaken(key: str, first: dict[str, Any]) -> str | None:
-    """Return a message if the first object of a file belongs to a different kind of manifest than ``key``, otherwise
-    None.
-    """
+    """Return a message if a file's first object belongs to another kind of manifest than ``key``, otherwise None."""
     if "audio_filepath" in first:
         return "has the records of a NeMo manifest; use type: nemo"
     is_cut = str(first.get("type")).endswith("Cut")

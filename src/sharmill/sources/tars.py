@@ -146,9 +146,7 @@ class NemoTarredSource(TarSource, NemoSource):
     Archives and manifests are paired by the last number in their names."""
 
     def check(self) -> None:
-        """Raise ConfigError if a file cannot be a manifest or an archive, or if manifests and archives cannot be
-        paired.
-        """
+        """Raise ConfigError if a file is no manifest or archive, or if manifests and archives cannot be paired."""
         NemoSource.check(self)
         TarSource.check(self)
         self._pairs  # noqa: B018 (raises if they do not pair)

@@ -34,7 +34,7 @@ _REDIRECTS: Final = (301, 302, 303, 307, 308)
 
 
 class Version(NamedTuple):
-    """The size of a remote file in bytes, and its server's identifier of the version, such as an ETag."""
+    """The size of a remote file in bytes, and the server's identifier of its version, such as an ETag."""
 
     size: int
     tag: str

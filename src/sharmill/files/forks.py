@@ -26,9 +26,9 @@ from typing import Any, Final
 from sharmill.files.host import end_with_parent, safe_path, variable
 
 PRELOAD: Final = "SHARMILL_PRELOAD"
-# Protects the environment of this process, which servers inherit when they start.
+# Lock on the environment of this process, which servers inherit when they start.
 _environment = threading.Lock()
-# Maximum length of the name of the folder for temporary files; sockets in it add up to 30 characters.
+# Maximum length of the path of the folder for temporary files, to which sockets add up to 30 characters.
 _MOST_CHARACTERS: Final = 70
 # Process id of the server that forked this process, or of this process if it is the server.
 _server: int | None = None

@@ -45,7 +45,7 @@ def usable_cores(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgrou
 def group_limits(
     controller: str, files1: Sequence[str], files2: Sequence[str], proc: Path, cgroups: Path
 ) -> Iterator[tuple[int, int]]:
-    """Yield (limit, second number) for each control group of this process, from the innermost outwards.
+    """Yield (limit, other number) for each control group of this process, from the innermost to the outermost.
 
     Args:
         controller: controller of version 1 groups, such as ``memory``.

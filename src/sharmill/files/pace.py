@@ -1,6 +1,6 @@
 """Limits on the time and size of server responses, for requests and fsspec.
 
-Both libraries only limit the time between two bytes, so a server that sends one byte per minute could block them
+Both libraries limit only the time between two bytes, so a server that sends one byte per minute could block them
 forever. Here, bytes are counted as they arrive from the network, including the framing of chunked responses.
 """
 
@@ -25,7 +25,7 @@ _BLOCK_BYTES: Final = 60 << 10
 
 
 class TooLarge(RejectRecord):
-    """A file that is larger than allowed."""
+    """Raised for a file that is larger than allowed."""
 
 
 def check_size(url: str, num_bytes: int, max_bytes: float) -> None:

@@ -10,7 +10,7 @@ _NOT_REGULAR = "it is not a regular file"
 
 
 class NotRegularError(ValueError):
-    """A folder, FIFO, socket or device in place of a file."""
+    """Raised for a folder, FIFO, socket or device in place of a file."""
 
 
 def open_regular(

@@ -69,7 +69,11 @@ _FIRST_RECORDS: Final = 1000
 
 @dataclass(frozen=True)
 class Piece:
-    """Consecutive records for one unit of ``prepare``; ``params`` is JSON-encodable and private to the source."""
+    """Consecutive records for one unit of ``prepare``.
+
+    Attributes:
+        params: JSON values by which the source finds the records again.
+    """
 
     num_records: int
     params: dict[str, Any]
@@ -77,7 +81,12 @@ class Piece:
 
 @dataclass(frozen=True)
 class UnreadableRecord:
-    """A record that a source cannot read, with the reason and message of its reject and the text that could be read."""
+    """A record that a source cannot read.
+
+    Attributes:
+        reason, detail: reason and message of the reject.
+        record: the text of the record, as far as it could be read.
+    """
 
     reason: str
     detail: str

@@ -61,8 +61,8 @@ class RecordingLine(msgspec.Struct):
 class Supervision(msgspec.Struct):
     """A line of a SupervisionSet, or a supervision of a cut.
 
-    ``start`` is in seconds, relative to the recording in a SupervisionSet and to the cut in a cut. The times of
-    ``alignment`` are always relative to the recording.
+    ``start`` is in seconds from the start of the recording in a SupervisionSet, and from the start of the cut in a cut.
+    The times of ``alignment`` are always relative to the recording.
     """
 
     id: str

@@ -21,7 +21,7 @@ from sharmill.sources.files import bad_file, check_text, open_lines, refusing_da
 from sharmill.sources.speakers import Template
 
 _MAX_LINE_BYTES: Final = 64 << 20
-# Tables with these delimiters usually have no quoting.
+# Tables with these delimiters usually contain no quoted cells.
 _UNQUOTED: Final = "\t|"
 _QUOTED: Final = (
     'cells look like quoted CSV, with "" inside quotes, and are kept unchanged; set the source\'s key quotes to true '

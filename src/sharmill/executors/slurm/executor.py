@@ -3,8 +3,8 @@
 ``SlurmExecutor`` advances a dataset from stage to stage: it finalizes complete stages and submits the missing units of
 the next one. After each job array it submits a driver job, which does the same once the ranks have ended, and then a
 backup driver job, which takes the place of the driver job only if that fails. The state of a run is derived from its
-plans, its ledgers and the queue; only the request and the outcome are recorded. A driver job processes small stages itself,
-like the local executor, because they are not worth a wait in the queue.
+plans, its ledgers and the queue; only the request and the outcome are recorded. A driver job processes small stages
+itself, like the local executor, because they are not worth a wait in the queue.
 """
 
 import logging

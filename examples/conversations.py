@@ -30,7 +30,7 @@ TOLERANCE = 0.01
 
 
 def read_conversations(manifest: Path) -> Iterator[MonoCut]:
-    """Yield a cut for each line.
+    """Yield a cut for each line of the manifest.
 
     Raises:
         ConfigError: a line is invalid; the message names its number.
@@ -46,7 +46,7 @@ def read_conversations(manifest: Path) -> Iterator[MonoCut]:
 
 
 def make_cut(record: dict[str, Any], folder: Path) -> MonoCut:
-    """Return the cut of a conversation."""
+    """Return the cut of a conversation, with one supervision per turn and the agent's side as ``target_audio``."""
     user, agent = (
         Recording.from_file(folder / record[f"{side}_audio_filepath"], recording_id=record["id"])
         for side in ("user", "agent")

@@ -39,7 +39,7 @@ OPUS_BIT_RATE = 6000
 
 @dataclass
 class Measured:
-    """Results of one codec, summed over the utterances."""
+    """Results of one codec over all utterances."""
 
     name: str
     bit_rate: float = 0.0
@@ -61,7 +61,7 @@ class Measured:
 
 
 def code(codec: Codec, audio: np.ndarray, measured: Measured) -> np.ndarray | None:
-    """Encode audio (samples,) at RATE; return it decoded at RATE, or None if the codec cannot decode."""
+    """Encode and decode audio (samples,) at RATE; return audio at RATE, or None if the codec cannot decode."""
     own = resample(audio, RATE, codec.sampling_rate)
     began = time.process_time()
     codes = codec.encode(*pad([own]))

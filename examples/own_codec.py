@@ -19,10 +19,10 @@ from sharmill.pipeline import run_dataset
 
 @dataclass(frozen=True, kw_only=True)
 class LevelCodec(ModelFamily):
-    """Family of the codec, with its options. A codec that needs packages beside torch lists them in ``packages``."""
+    """Family of the codec, with its options. A codec that needs packages besides torch lists them in ``packages``."""
 
     levels: int = 64
-    """Number of levels; this key is beside ``model`` in the configuration."""
+    """Number of levels; a configuration sets this key next to ``model``."""
 
     def load(self, device: str) -> CodecBackend:
         return _Level(self.levels, device)
@@ -32,7 +32,7 @@ class _Level(CodecBackend):
     """Codec with one code per 20 ms of audio: the level of its peak."""
 
     def __init__(self, levels: int, device: str) -> None:
-        # A real codec loads its weights here and uses their checksum, because other weights give other codes.
+        # A real codec loads its weights here and uses their checksum, because the codes depend on the weights.
         spec = CodecSpec(
             name="level",
             sampling_rate=16000,

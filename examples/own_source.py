@@ -26,7 +26,7 @@ from sharmill.sources import Piece, Source
 
 @dataclass(frozen=True, kw_only=True)
 class FolderSource(Source):
-    """Source of utterances in folders. Its fields are keys in ``sources``, beside the keys of all sources."""
+    """Source of utterances in folders. Its fields are keys in ``sources``, in addition to the keys of all sources."""
 
     type: str = "folders"
     audio_suffix: str = ".wav"

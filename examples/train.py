@@ -2,8 +2,8 @@
 
 python examples/train.py DATASET CHECKPOINT [STEPS]
 
-Repeat the command to resume from the checkpoint with the remaining cuts of the epoch. ``jobs/train.py`` is a training
-with several ranks, mixed data and SLURM.
+Repeat the command to resume from the checkpoint with the remaining cuts of the epoch. ``jobs/train.py`` is an example
+of a training with several ranks, mixed data and SLURM.
 """
 
 import itertools
@@ -54,7 +54,7 @@ def main(dataset: str, checkpoint: Path, steps: int) -> None:
         state = torch.load(checkpoint, weights_only=True)
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
-        data.load_state_dict(merge_loader_states([state["data"]]))  # states of all ranks, before the loader exists
+        data.load_state_dict(merge_loader_states([state["data"]]))  # pass all ranks' states, before creating the loader
     loader = StatefulDataLoader(data, batch_size=None)
     for batch in itertools.islice(loader, steps):
         loss = model(batch)

@@ -132,7 +132,7 @@ class SpectralLoss(nn.Module):
 
 
 def reconstruct(model: AudioCodecModel, audio: Tensor) -> Tensor:
-    """Return audio (batch, samples) of whole frames encoded and decoded."""
+    """Encode and decode audio (batch, samples) of whole frames, and return the decoded audio."""
     num_samples = torch.full((len(audio),), audio.shape[1], device=audio.device)
     encoded, num_frames = model.audio_encoder(audio=audio, audio_len=num_samples)
     quantized, _ = model.vector_quantizer(inputs=encoded.float(), input_len=num_frames)

@@ -23,7 +23,7 @@ STEPS_BETWEEN_VALIDATIONS = 10
 
 
 class Stream:
-    """Batches of an endless loader, of which each pseudo-epoch takes some.
+    """Batches of an endless loader; each pseudo-epoch takes the next ones.
 
     Without a length, Lightning would prefetch a batch, which a checkpoint would count as trained on. The stream has no
     state, because Lightning would save only the state of rank 0.
@@ -40,7 +40,7 @@ class Stream:
 
 
 class Speech(L.LightningDataModule):
-    """NeMo's loader on a dataset, with its position in the data in the checkpoint."""
+    """NeMo's loader for a dataset; checkpoints include its position in the data."""
 
     def __init__(self, dataset: str) -> None:
         super().__init__()

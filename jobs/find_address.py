@@ -8,7 +8,7 @@ import sys
 
 
 def find_address(other: str) -> str:
-    """Return the source address of packets to another machine."""
+    """Return the address from which this machine sends packets to another machine."""
     family, *_, address = socket.getaddrinfo(other, 9, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         # Connecting a datagram socket sends nothing; it only selects a route.

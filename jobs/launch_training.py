@@ -3,18 +3,18 @@
 python jobs/launch_training.py -n 8 [--profile PROFILE] [--nodes 2] [--ranks-per-node 8]
     [--sbatch=--exclusive] [--script NeMo/examples/speechlm2/salm_train.py] CONFIG [key=value ...]
 
-Every job resumes from the newest checkpoint, with the training's seed. Jobs read with `shard_seed=randomized`, so
-data-parallel ranks differ and tensor-parallel ranks agree. The job numbers are printed, and stored in `jobs.jsonl` in
-the training's `out_dir`. Once `max_steps` are done, the remaining jobs end at once.
+Every job resumes from the newest checkpoint, with the training's seed. Jobs read the data with `shard_seed=randomized`,
+so that data-parallel ranks read different data, and tensor-parallel ranks the same. The job numbers are printed, and
+stored in `jobs.jsonl` in the training's `out_dir`. Once `max_steps` are done, the remaining jobs end immediately.
 
 With `--script`, the jobs run this NeMo script with the configuration CONFIG (`jobs/sbatch/nemo.sbatch`), each with its
-own random seed. With `resumable: true` in `data.train_ds`, they also continue in the data; `shard_seed` must then be a
-number, which determines the order. Otherwise each job reads the data from the start.
+own random seed. With `resumable: true` in `data.train_ds`, each job also continues in the data where the previous one
+ended; `shard_seed` must then be a number, which determines the order. Otherwise each job reads the data from the start.
 
 python jobs/launch_training.py -n 8 my.sub [key=value ...]
 
-CONFIG may also be an sbatch script, such as the one in NeMo's documentation, which requests its own resources. Its
-arguments are a random seed, different in each job, and the overrides.
+CONFIG may also be an sbatch script that requests its own resources, such as the one in NeMo's documentation. The
+script's arguments are a random seed, which differs between jobs, and the overrides.
 """
 
 import json
@@ -58,7 +58,7 @@ def submit(command: list[str]) -> str:
 
 
 def check_order(config_path: str, overrides: tuple[str, ...]) -> None:
-    """Raise ConfigError if resumable jobs with different seeds would also have different orders of the data."""
+    """Raise ConfigError if resumable jobs with different seeds would read the data in different orders."""
     given = dict(override.lstrip("+").partition("=")[::2] for override in overrides)
     config = read_yaml(config_path)
     keys = ("data.train_ds.resumable", "data.train_ds.shard_seed")
@@ -110,7 +110,7 @@ def launch(
         check_order(config_path, overrides)
     chosen = [] if is_own else [f"--nodes={nodes or 1}"]
     if not is_own and not any(option.startswith("--mem") for option in sbatch_options):
-        # Not in the script, because sbatch would then refuse --mem-per-cpu.
+        # The memory is requested here, because sbatch would refuse --mem-per-cpu if the script requested --mem.
         chosen.append("--mem=64G")
     if profile:
         cluster = load_typed(ClusterProfile, profile)

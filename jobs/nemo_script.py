@@ -3,8 +3,8 @@
 torchrun --nproc_per_node=8 jobs/nemo_script.py NeMo/examples/speechlm2/salm_train.py \
     --config-path=$PWD/configs/training --config-name=salm [key=value ...]
 
-The arguments after the script are its own. Its data may use `type: sharmill`. With the extra `speechlm2`, it may also
-use `resumable: true` in `data.train_ds`, and for a SALM `tensor_parallel_size` in `trainer.strategy`.
+The arguments after the script are passed to it. Its data may use `type: sharmill`. With the extra `speechlm2`, it may
+also use `resumable: true` in `data.train_ds` and, for a SALM, `tensor_parallel_size` in `trainer.strategy`.
 """
 
 import runpy

@@ -4,8 +4,8 @@ ray job submit --address http://127.0.0.1:8265 --working-dir . -- \
     python jobs/ray_job.py stage1|stage2|stage3|prepare|validate|all CONFIG... [--root DIR] [OPTION ...] [key=value ...]
 
 Configuration files are read from the working directory, which Ray copies. Paths in them must be absolute, or relative
-to DIR, which all nodes see. Options and exit status are the same as for `sharmill run`. The job is FAILED for any
-status but 0.
+to DIR, which all nodes must see. Options and exit status are the same as for `sharmill run`. Ray reports the job as
+FAILED for any exit status but 0.
 """
 
 import argparse

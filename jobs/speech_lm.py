@@ -1,11 +1,11 @@
 """A small decoder-only transformer over text, codec codes and audio: the model of the training example.
 
-``parallelize`` divides it over a device mesh by tensor and sequence parallelism, then by FSDP2.
+``parallelize`` divides the model over a device mesh by tensor and sequence parallelism, then by FSDP2.
 
 The inputs are sequences of a ``SpeechTextDataset``, in which each text token and each frame is one position. A frame is
-embedded as the sum of its codebooks' embeddings, or by the spectrum of its samples. The output is one distribution per
-codebook. The batch marks the positions to predict: text and target for TTS, the whole text of text data, and the
-assistant's turns in conversations.
+embedded as the sum of its codebooks' embeddings, or by the spectrum of its samples. The outputs are distributions over
+text tokens and, for each codebook, over codes. The batch marks the positions to predict: text and target for TTS, the
+whole text of text data, and the assistant's turns in conversations.
 """
 
 import math
@@ -84,14 +84,14 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Causal blocks and a final norm."""
+    """Causal transformer blocks and a final normalization."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(Block(config.dim, config.num_heads) for _ in range(config.num_layers))
         self.norm = nn.LayerNorm(config.dim)
         self.position_multiple = 1
-        """Positions are padded to a multiple of this, so that sequence parallelism can divide them evenly."""
+        """Positions are padded to a multiple of this number, so that sequence parallelism can divide them evenly."""
 
     def forward(self, hidden: Tensor, present: Tensor) -> Tensor:
         """Transform ``hidden`` (batch, positions, dim); ``present`` (batch, positions) is false at padding."""
@@ -134,8 +134,8 @@ class Losses:
 class SpeechLM(nn.Module):
     """A decoder-only transformer over text, codes and audio.
 
-    ``text_size`` and ``codes_size`` are the numbers of ids of text tokens and of one codebook, with special ids.
-    ``samples_per_frame`` is the length of a frame of audio.
+    ``text_size`` is the number of text tokens and ``codes_size`` the number of codes of one codebook, both including
+    special ids. ``samples_per_frame`` is the number of samples in a frame of audio.
     """
 
     def __init__(
@@ -146,7 +146,7 @@ class SpeechLM(nn.Module):
         self.text_embedding = nn.Embedding(text_size, config.dim)
         self.codes_embedding = nn.Embedding(num_codebooks * codes_size, config.dim)
         self.audio_projection = nn.Linear(samples_per_frame // 2 + 1, config.dim)
-        # One embedding for each kind of position, given or predicted.
+        # Two embeddings for each kind of position: one for given and one for predicted positions.
         self.part_embedding = nn.Embedding(2 * len(Kind), config.dim)
         self.transformer = Transformer(config)
         self.text_head = nn.Linear(config.dim, text_size)
@@ -157,7 +157,8 @@ class SpeechLM(nn.Module):
     def forward(self, batch: Mapping[str, Tensor]) -> Losses:
         """Return the losses of a batch of a ``SpeechTextDataset``, whose docstring lists the tensors.
 
-        Every weight gets a gradient, perhaps zero, for any batch, because ranks exchange the gradients of all weights.
+        Every weight gets a gradient, which may be zero, for any batch, because ranks exchange the gradients of all
+        weights.
         """
         kinds, predicted = batch["kinds"], batch["predicted"]
         present = kinds != Kind.PADDING
@@ -173,7 +174,7 @@ class SpeechLM(nn.Module):
         )
 
     def _embed(self, batch: Mapping[str, Tensor]) -> Tensor:
-        """Embed a batch as (batch, positions, dim): content, kind (given or predicted), and place in the span."""
+        """Return the embeddings (batch, positions, dim): sums for content, kind (given or predicted) and place."""
         kinds = batch["kinds"]
         shift = torch.arange(self.num_codebooks, device=kinds.device) * self.codes_size
         codes = self.codes_embedding(batch["codes"] + shift[:, None]).sum(dim=1)
@@ -199,7 +200,7 @@ def _spectrum(audio: Tensor) -> Tensor:
 
 
 def _places(spans: Tensor) -> Tensor:
-    """Return the place of each position in its span, both (batch, positions)."""
+    """Return the index of each position (batch, positions) within its span."""
     index = torch.arange(spans.shape[1], device=spans.device).expand_as(spans)
     begins = functional.pad(spans[:, 1:] != spans[:, :-1], (1, 0))
     return index - (index * begins).cummax(dim=1).values
@@ -221,7 +222,7 @@ def _mean_loss(logits: Tensor, ids: Tensor) -> Tensor:
 
 
 def parallelize(model: SpeechLM, mesh: DeviceMesh, config: TrainConfig) -> None:
-    """Divide a model that is equal on all ranks: layers along ``tp``, then all parameters along ``dp``.
+    """Divide a model with equal weights on all ranks: layers along ``tp``, then all parameters along ``dp``.
 
     Gradients are summed along ``dp``, not averaged.
     """
@@ -235,12 +236,12 @@ def parallelize(model: SpeechLM, mesh: DeviceMesh, config: TrainConfig) -> None:
     for module in (*model.transformer.blocks, model):
         sharded = fully_shard(module, mesh=mesh["dp"], mp_policy=policy)
         sharded.set_gradient_divide_factor(1.0)
-        # Only NCCL has the other reductions that FSDP uses.
+        # Use sums, because only NCCL supports the other reductions of FSDP.
         sharded.set_force_sum_reduction_for_comms(True)
 
 
 def _divide_layers(transformer: Transformer, mesh: DeviceMesh, sequence_parallel: bool) -> None:
-    """Divide heads and feed-forward width and, with sequence parallelism, the positions between these layers."""
+    """Divide heads, feed-forward layers and, with sequence parallelism, the positions between these layers."""
     between = Shard(1) if sequence_parallel else Replicate()
     plan: dict[str, ParallelStyle] = {
         "blocks.*.attention.query": ColwiseParallel(),

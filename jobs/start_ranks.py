@@ -3,11 +3,11 @@
 python jobs/start_ranks.py --nnodes=2 --node-rank=0 --nproc-per-node=8 --rdzv-backend=bound \
     --rdzv-endpoint=ADDRESS:PORT --rdzv-conf=rank=0 SCRIPT [ARGUMENT...]
 
-The options are torchrun's. The backend ``bound`` is torchrun's static rendezvous, which unpickles nothing, except that
-the first node binds only ADDRESS. With a single node, use 127.0.0.1; PORT 0 then selects a free port.
+The options are torchrun's. The backend ``bound`` is torchrun's static rendezvous, which unpickles nothing, with one
+change: the first node listens only on ADDRESS. With a single node, use 127.0.0.1; PORT 0 then selects a free port.
 
-SIGTERM is forwarded to the ranks, and this process waits for them without a limit. torchrun would kill them after 30
-seconds, but a large checkpoint takes longer, and SLURM has its own limit.
+SIGTERM is forwarded to the ranks, and this process waits for them without a time limit. torchrun would kill them after
+30 seconds, but saving a large checkpoint takes longer, and SLURM has its own limit.
 """
 
 import os
@@ -34,13 +34,13 @@ _RENDEZVOUS_SECONDS = 600
 
 
 class BoundRendezvous(StaticTCPRendezvous):
-    """Static rendezvous whose store is bound to the address known to the nodes."""
+    """Static rendezvous whose store listens only on the address that the nodes know."""
 
     def get_backend(self) -> str:
         return "bound"
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Return the information that the ranks of this node need to find the others."""
+        """Return the information that the ranks of this node need to find the other ranks."""
         if self._store is None:
             self._store = self._listen() if self.rank == 0 else TCPStore(
                 self.master_addr, self.master_port, self.world_size, is_master=False, timeout=self.timeout
@@ -55,8 +55,8 @@ class BoundRendezvous(StaticTCPRendezvous):
     def _listen(self) -> TCPStore:
         found = socket.getaddrinfo(self.master_addr, self.master_port, type=socket.SOCK_STREAM)
         if self.world_size > 1:
-            # A machine's own name may resolve to 127.0.1.1, which others cannot reach. A loopback address is allowed
-            # only if the endpoint gives it as such, because all nodes are then one machine.
+            # A machine's own name may resolve to 127.0.1.1, which other machines cannot reach. A loopback address is
+            # allowed only if the endpoint is this address itself, because all nodes are then one machine.
             own = self.master_addr
             found = [one for one in found if one[4][0] == own or not ip_address(one[4][0]).is_loopback]
         if not found:
@@ -84,7 +84,7 @@ def make_handler(parameters: RendezvousParameters) -> RendezvousHandler:
 
 
 def forward_signal(number: int, frame: object) -> None:
-    """Send a signal to the ranks, or end by it if no ranks exist yet."""
+    """Send a signal to the ranks; if no ranks exist yet, end this process by the signal."""
     lists = Path("/proc/self/task").glob("*/children")
     ranks = [int(pid) for children in lists for pid in children.read_text().split()]
     if not ranks:

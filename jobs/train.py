@@ -7,12 +7,12 @@ The ranks form a mesh. Groups of ``tensor_parallel`` ranks share the layers of o
 data. FSDP2 shards parameters, gradients and optimizer over the other axis.
 
 The training resumes from the newest checkpoint in ``out_dir``, on any number of ranks and workers and in any layout. A
-checkpoint holds model, optimizer, seed and the position in the data, so every utterance comes once per epoch despite
-interruptions. On SIGTERM the training saves a checkpoint and exits with status 0, finished or not. If no batch arrives
-soon after SIGTERM, it exits with an error, and the previous checkpoint stays the newest.
+checkpoint contains model, optimizer, seed and the position in the data, so that every utterance is read once per epoch
+despite interruptions. On SIGTERM the training saves a checkpoint and exits with status 0, finished or not. If no batch
+arrives soon after SIGTERM, it exits with an error, and the previous checkpoint remains the newest.
 
-A step consists of ``batches_per_step`` batches of all ranks, whose tokens all have the same weight. With ``canonical``
-in the settings of the loader, training on four ranks therefore equals training on one.
+In each step, all ranks together process ``batches_per_step`` batches, in which all tokens have the same weight. With
+``canonical`` in the settings of the loader, training on four ranks therefore equals training on one rank.
 
 Step, loss, speed and remaining time are printed every ``progress_seconds``. ``out_dir`` contains ``checkpoints/`` and,
 for each rank, ``steps.rank<n>.jsonl`` with loss, samples, tokens per second, the share of time spent waiting for data,
@@ -50,7 +50,7 @@ _SECONDS_BETWEEN_ALARMS = 1.0
 class ProgressLines:
     """Progress lines of a training: after the first step, then at most every ``seconds``, and after the last step.
 
-    Loss and speed are means over the steps since the previous line. They also give the remaining time.
+    Loss and speed are means over the steps since the previous line. The remaining time is estimated from these steps.
     """
 
     def __init__(self, max_steps: int, seconds: float) -> None:
@@ -80,8 +80,8 @@ class TrainingCurves(Curves):
     """Curves for TensorBoard and Weights & Biases, if the configuration requests them.
 
     TensorBoard replaces the values of repeated steps. In Weights & Biases, all jobs of a training are one run, whose id
-    is in ``out_dir``; it keeps the first values of a step. A missing package, a full quota or a network failure costs
-    the curve, never the run.
+    is in ``out_dir``; the run keeps the first values of a repeated step. If a package is missing, a quota is full or
+    the network fails, only the curves are lost, and the training continues.
     """
 
     def __init__(self, config: TrainConfig, step: int) -> None:
@@ -138,7 +138,7 @@ class Training:
         record = self.checkpoints.read_record()
         self.seed = self._seed(record)
         self.step: int = 0 if record is None else record["step"]
-        # If every job restarts the data, the step changes their order.
+        # If every job reads the data from the start, the step in the seed changes the order of the data.
         self.data = make_data(config, world.mesh, seed=self.seed + (0 if config.resumable else self.step))
         if config.validation is not None:
             # Unusable data should fail now, not hundreds of steps later.
@@ -148,8 +148,8 @@ class Training:
         dtype = torch.bfloat16 if config.precision == "bf16-true" else torch.float32
         self.model = SpeechLM(config.model, **model_sizes(config)).to(world.device, dtype)
         parallelize(self.model, world.mesh, config)
-        # Gradients of rare codes below this epsilon are rounding errors, which differ between layouts. ``foreach``
-        # would require all parameters to be on one mesh.
+        # Gradients of rare codes that are smaller than this epsilon are rounding errors, which differ between layouts.
+        # ``foreach`` would require all parameters to be on one mesh.
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(), lr=config.learning_rate, betas=(0.9, 0.95), eps=1e-6, foreach=False
         )
@@ -189,7 +189,7 @@ class Training:
             print(f"train: {ended} at step {self.step}; checkpoint saved", flush=True)
 
     def _run_steps(self, batches: Iterator[dict[str, Any]]) -> None:
-        """Run the steps, and save the last one."""
+        """Run the steps; save checkpoints when they are due and after the last step."""
         with (self.out_dir / f"steps.rank{self.world.rank}.jsonl").open("a", buffering=1) as log:
             begin = {"begin": self.step, "seed": self.seed, "rank": self.world.rank, "world_size": self.world.size}
             log.write(json.dumps(begin) + "\n")
@@ -200,7 +200,7 @@ class Training:
                 waited = time.perf_counter() - started
                 losses = self._train(drawn)
                 if self.world.device.type == "cuda":
-                    # Kernels run asynchronously, so the time would be too short.
+                    # Wait for the kernels, which run asynchronously; otherwise the measured time would be too short.
                     torch.cuda.synchronize(self.world.device)
                 self.step += 1
                 seconds = time.perf_counter() - started
@@ -223,7 +223,7 @@ class Training:
                     self._validate(drawn[-1])
 
     def _draw(self, batches: Iterator[dict[str, Any]], *default: None) -> Any:
-        """Return the next batch, or the default at the end; SIGALRM limits the wait."""
+        """Return the next batch, or the default at the end of the data; SIGALRM limits the wait."""
         self._limit_wait(self.config.data_timeout)
         try:
             return next(batches, *default)
@@ -231,7 +231,10 @@ class Training:
             signal.setitimer(signal.ITIMER_REAL, 0)
 
     def _train(self, batches: list[dict[str, Any]]) -> Losses:
-        """Run a step on the batches of all ranks, in which all tokens, and all codes, have equal weights."""
+        """Run a step, and return the losses over all ranks.
+
+        All text tokens of the step have equal weights, and so have all codes.
+        """
         counts = torch.tensor([count_targets(batch) for batch in batches], dtype=torch.float64)
         # The clamp is needed if a step has no text or no codes.
         shares = counts / self.world.sum_over_data(counts.sum(dim=0).to(self.world.device)).clamp(min=1).cpu()
@@ -260,8 +263,8 @@ class Training:
     def _validate(self, spare: dict[str, Any]) -> None:
         """Write the mean losses over the validation data.
 
-        All ranks must compute together although their parts may be unequal. A rank without further data computes
-        ``spare``, which is not counted.
+        All ranks must compute together, although their parts of the data may be unequal. A rank without further data
+        computes the losses of ``spare``, which are not counted.
         """
         world = self.world
         batches = validation_batches(self.config, world.mesh)

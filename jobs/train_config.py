@@ -1,4 +1,4 @@
-"""The configuration of the training example. It does not import torch, so that jobs start quickly."""
+"""The configuration of the training example. This module does not import torch, so that jobs start quickly."""
 
 from dataclasses import dataclass, field
 from typing import Annotated, Literal

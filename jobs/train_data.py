@@ -1,4 +1,4 @@
-"""Batches of the training example, and their state."""
+"""Batches of the training example, and their position in the data."""
 
 import multiprocessing
 import signal
@@ -23,24 +23,27 @@ from sharmill.training.tokenizers import PromptTokenizer, load_tokenizer
 
 _TEXT_BOS, _TEXT_EOS = 256, 257
 _TEXT_SIZE = 258
-# lhotse's samplers must not divide the data, because the reader already has.
+# lhotse's samplers must not divide the data, because the reader has already divided it.
 _UNDIVIDED = {"rank": 0, "world_size": 1}
 # SpeechTextDataset adds BOS and EOS to the codes.
 _NUM_SPECIAL_IDS = 2
 
 
 def make_data(config: TrainConfig, mesh: DeviceMesh, *, seed: int) -> "ExactData | MixedData":
-    """Return the batches of a configuration, which are equal on all ranks along ``tp``."""
+    """Return the source of batches for a configuration; all ranks along ``tp`` get equal batches."""
     return (ExactData if config.loader is None else MixedData)(config, mesh, seed=seed)
 
 
 def data_kind(config: TrainConfig) -> str:
-    """Return the kind of data; a position in one kind of data has no meaning in another."""
+    """Return the kind of data; a position in the data is valid only for the same kind."""
     return "without loader" if config.loader is None else f"loader and resumable: {str(config.resumable).lower()}"
 
 
 def validation_batches(config: TrainConfig, mesh: DeviceMesh) -> Iterator[dict[str, Any]]:
-    """Yield this rank's part of ``validation`` once, always in the same batches; ranks may have unequal numbers."""
+    """Yield this rank's part of ``validation`` once, always in the same batches.
+
+    Ranks may have different numbers of batches.
+    """
     assert config.validation is not None
     rank, world_size = mesh["dp"].get_local_rank(), mesh["dp"].size()
     if not config.validation.endswith((".yaml", ".yml")):
@@ -53,9 +56,11 @@ def validation_batches(config: TrainConfig, mesh: DeviceMesh) -> Iterator[dict[s
     from sharmill.training.nemo.settings import entries_of, read_train_settings, sections_of, tag_names
 
     settings = read_train_settings(config.validation, "validation_ds")
-    # NeMo would draw other kinds of seeds in each process, even if processes need the same batches.
+    # From any other kind of seed, NeMo would draw a different number in each process, even if processes need the same
+    # batches.
     seed = found if isinstance(found := settings.get("seed"), int) else 0
-    # This process reads the data as a stream, because a map dataset would add copies to even out the ranks.
+    # This process reads the data as a stream, because a map dataset would repeat examples to give all ranks equal
+    # numbers of them.
     settings |= {"force_finite": True, "shuffle": False, "num_workers": 0, "seed": seed, "shard_seed": seed}
     settings.pop("canonical", None)
     for section in sections_of(settings):
@@ -87,7 +92,7 @@ def _tensors(config: TrainConfig, seed: int, tags: Sequence[str] = ()) -> Speech
 
 
 def model_sizes(config: TrainConfig) -> dict[str, int]:
-    """Return the model's sizes of text, codes and frames; the number of code ids includes BOS and EOS."""
+    """Return the sizes of text, codes and frames for the model; the number of codes includes BOS and EOS."""
     form = CodecForm.of_dataset(config.dataset, config.codec)
     assert form.num_codebooks is not None
     return {
@@ -99,7 +104,7 @@ def model_sizes(config: TrainConfig) -> dict[str, int]:
 
 
 class ExactData:
-    """Batches by duration from sharmill's reader; every cut comes once per epoch despite interruptions."""
+    """Batches by duration from sharmill's reader; every cut is read once per epoch despite interruptions."""
 
     merge = staticmethod(merge_loader_states)
 
@@ -134,7 +139,7 @@ class ExactData:
 
 
 class MixedData:
-    """Batches from NeMo's multimodal loader; every example comes once per epoch unless ``resumable`` is false."""
+    """Batches from NeMo's multimodal loader; every example is read once per epoch unless ``resumable`` is false."""
 
     def __init__(self, config: TrainConfig, mesh: DeviceMesh, *, seed: int) -> None:
         self._config, self._mesh, self._seed = config, mesh, seed
@@ -165,7 +170,7 @@ class MixedData:
 
     @cached_property
     def _loader(self) -> Any:
-        """The loader with its own settings, except for the order of the data, which the training sets."""
+        """The loader with the settings in its file, except for the order of the data, which the training sets."""
         from sharmill.training import get_dataloader
         from sharmill.training.nemo.entries import is_divisible
         from sharmill.training.nemo.settings import read_train_settings, sources_of, tag_names
@@ -185,22 +190,25 @@ class MixedData:
             resumable=self._config.resumable,
             state=self._state,
         )
-        # NeMo's wrapper has no public name for its source. It is None if another rank reads the batches.
+        # NeMo's wrapper has no public name for its source. The source is None if another rank reads the batches.
         if (source := loader._source) is not None:
             source.worker_init_fn = partial(_ignore_sigterm, then=source.worker_init_fn)
         return loader
 
 
 def kill_workers() -> None:
-    """Kill the workers, because Python would send SIGTERM at exit, which they ignore, and wait forever."""
-    # torch would raise an error about the killed workers.
+    """Kill the workers. They ignore SIGTERM, which Python would send at exit before it waits for them, forever."""
+    # Otherwise torch would raise an error about the killed workers.
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     for process in multiprocessing.active_children():
         process.kill()
 
 
 def _ignore_sigterm(worker: int, then: Callable[[int], None] | None = None) -> None:
-    """Ignore SIGTERM, which SLURM sends to every process: a rank needs its workers to reach the checkpoint."""
+    """Ignore SIGTERM in a worker, then call ``then``.
+
+    SLURM sends SIGTERM to every process, but a rank needs its workers until it has saved a checkpoint.
+    """
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if then is not None:
         then(worker)

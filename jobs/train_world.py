@@ -27,7 +27,7 @@ from sharmill.files.atomic import make_folder, publish_directory, remove_at_once
 from sharmill.files.checksums import checksum
 from sharmill.files.locks import FolderLock
 
-# The previous job may still be exiting.
+# Time limit for getting the lock, since the previous job may still be exiting.
 _LOCK_WAIT_SECONDS = 5.0
 
 
@@ -82,7 +82,7 @@ def join_world(config: TrainConfig) -> Iterator[World]:
     use_cuda = config.device == "cuda" or (config.device == "auto" and torch.cuda.is_available())
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if use_cuda else torch.device("cpu")
     if use_cuda:
-        # Every rank of the node detects this before it waits for another.
+        # Every rank of the node detects missing GPUs here, before it waits for other ranks.
         ranks, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), torch.cuda.device_count()
         if gpus < ranks:
             raise ConfigError(
@@ -139,7 +139,7 @@ _OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
 class Checkpoints:
     """The newest checkpoints in ``out_dir``.
 
-    Each is a folder ``step-<n>`` with the model and optimizer parts of all ranks, written by
+    Each checkpoint is a folder ``step-<n>`` with the model and optimizer parts of all ranks, written by
     ``torch.distributed.checkpoint``, and with ``record.json``, which includes the position in the data.
     """
 
@@ -151,7 +151,7 @@ class Checkpoints:
             make_folder(self._folder)
             remove_temp_files(self._folder)
         newest = self._paths()[-1:] if world.rank == 0 else []
-        # Only one rank looks, because others may see another state of the shared folder.
+        # Only rank 0 looks for checkpoints, because ranks may see different states of the shared folder.
         self._newest: Path | None = next(iter(world.gather(newest)[0]), None)
 
     def read_record(self) -> dict[str, Any] | None:
@@ -172,7 +172,9 @@ class Checkpoints:
         return record
 
     def load(self, model: nn.Module, optimizer: Optimizer, files: dict[str, Any]) -> None:
-        """Load the newest checkpoint, written by any number of ranks in any layout; its record lists ``files``.
+        """Load the newest checkpoint, whose record lists ``files``.
+
+        Any number of ranks in any layout may have written it.
 
         Raises:
             ConfigError: the checkpoint is damaged.

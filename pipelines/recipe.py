@@ -39,7 +39,7 @@ def run_stage(name: str, path: str, *overrides: str) -> int:
 
 
 def exit_with(main: Callable[..., int], *given: str) -> None:
-    """Call a recipe's ``main`` with the given and the command-line arguments, and exit with its status.
+    """Call a recipe's ``main`` with the given arguments and those of the command line, and exit with its status.
 
     Errors of sharmill are printed as one line.
     """
@@ -49,7 +49,7 @@ def exit_with(main: Callable[..., int], *given: str) -> None:
     except TypeError:
         print(inspect.getdoc(sys.modules["__main__"]), file=sys.stderr)
         sys.exit(ConfigError.exit_status)
-    # Clusters end jobs with SIGTERM, which should exit as cleanly as Ctrl-C.
+    # Clusters end jobs with SIGTERM, on which the recipe should exit as cleanly as on Ctrl-C.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         sys.exit(main(*arguments))

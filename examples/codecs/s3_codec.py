@@ -21,7 +21,7 @@ from sharmill.models.tensors import weights_checksum
 
 # Samples per frame, for audio at 16 kHz.
 _MODELS = {"speech_tokenizer_v1": 320, "speech_tokenizer_v1_25hz": 640, "speech_tokenizer_v2_25hz": 640}
-# The package splits longer audio into overlapping windows, and loses codes if the last one has less than 4 s.
+# The package splits longer audio into overlapping windows, and loses codes if the last window is shorter than 4 s.
 _MOST_SECONDS = 30
 
 

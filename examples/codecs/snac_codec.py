@@ -30,8 +30,8 @@ class SnacCodec(ModelFamily):
 class _Snac(CodecBackend):
     """SNAC with one frame per code of its slowest level.
 
-    The levels have 1, 2, 4 (and 8) codes per frame, each of which becomes a row. Row 0 is the slowest level, rows 1
-    and 2 are consecutive codes of the next level, and so on. All codebooks have the same size.
+    The levels have 1, 2, 4 (and 8) codes per frame, each of which becomes a row of the output. Row 0 is the slowest
+    level, rows 1 and 2 are consecutive codes of the next level, and so on. All codebooks have the same size.
     """
 
     def __init__(self, target: str, device: str) -> None:

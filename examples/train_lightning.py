@@ -23,7 +23,7 @@ STEPS_BETWEEN_VALIDATIONS = 10
 
 
 class Stream:
-    """Batches of an endless loader; each pseudo-epoch takes the next ones.
+    """Batches of an endless loader; each pseudo-epoch takes the next batches.
 
     Without a length, Lightning would prefetch a batch, which a checkpoint would count as trained on. The stream has no
     state, because Lightning would save only the state of rank 0.
@@ -57,7 +57,7 @@ class Speech(L.LightningDataModule):
         return Stream(self.loader)
 
     def val_dataloader(self) -> Iterable[dict]:
-        # Each rank has its own part, so no cut comes twice, but ranks may have unequal numbers of batches.
+        # Each rank has its own part, so no cut is validated twice, but ranks may have unequal numbers of batches.
         once = {"force_finite": True, "shuffle": False}
         return get_dataloader(self.settings | once, self.trainer.global_rank, self.trainer.world_size)
 

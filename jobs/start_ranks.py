@@ -84,7 +84,7 @@ def make_handler(parameters: RendezvousParameters) -> RendezvousHandler:
 
 
 def forward_signal(number: int, frame: object) -> None:
-    """Send a signal to the ranks; if no ranks exist yet, end this process by the signal."""
+    """Send a signal to the ranks; if no ranks exist yet, let the signal end this process."""
     lists = Path("/proc/self/task").glob("*/children")
     ranks = [int(pid) for children in lists for pid in children.read_text().split()]
     if not ranks:

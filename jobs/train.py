@@ -138,7 +138,7 @@ class Training:
         record = self.checkpoints.read_record()
         self.seed = self._seed(record)
         self.step: int = 0 if record is None else record["step"]
-        # If every job reads the data from the start, the step in the seed changes the order of the data.
+        # If every job reads the data from the start, adding the step to the seed changes the order of the data.
         self.data = make_data(config, world.mesh, seed=self.seed + (0 if config.resumable else self.step))
         if config.validation is not None:
             # Unusable data should fail now, not hundreds of steps later.

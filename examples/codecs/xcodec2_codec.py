@@ -43,8 +43,8 @@ class _XCodec2(CodecBackend):
     """X-Codec-2 with one codebook for acoustic and semantic features; it decodes to the sampling rate of its input."""
 
     _model_class: ClassVar = Xcodec2Model
-    # The feature extractor adds a sample of silence and then pads to whole frames. Audio of whole frames would
-    # therefore get an extra frame, so its last sample is dropped before.
+    # The feature extractor adds a sample of silence and then pads to whole frames. Audio of whole frames would get an
+    # extra frame, so its last sample is dropped first.
     _samples_left_out: ClassVar = 1
 
     def __init__(self, target: str, device: str) -> None:

@@ -69,7 +69,7 @@ def to_float(samples: np.ndarray) -> np.ndarray:
     """Return int16 samples of any shape as float32 in [-1, 1); floats are returned unchanged."""
     if samples.dtype != np.int16:
         return samples
-    # Two steps are faster than one multiplication that also converts.
+    # Converting first and then multiplying in place is faster than one multiplication that also converts.
     floats = samples.astype(np.float32)
     floats *= np.float32(1 / FULL_SCALE)
     return floats

@@ -171,8 +171,8 @@ def count_mpeg_samples(read: Read, size: int, name: str, estimate: int) -> tuple
 def _read_frame_header(header: bytes) -> tuple[int, int, bytes]:
     """Return the size in bytes, the samples per channel and the kind of a layer III frame from its 4-byte header.
 
-    The kind consists of the MPEG version, the sampling rate and mono or not, which must not change within a stream. The
-    size is 0 if the bytes are not such a header.
+    The kind (MPEG version, sampling rate, and whether the audio is mono) must not change within a stream. The size is 0
+    if the bytes are not such a header.
     """
     version, layer = (header[1] >> 3) & 3, (header[1] >> 1) & 3
     kbps, rate = header[2] >> 4, (header[2] >> 2) & 3

@@ -42,8 +42,8 @@ if TYPE_CHECKING:
 # exceed it, because many packets can refer to the same bytes.
 _MAX_SAMPLES_PER_BYTE: Final = 1000
 _ALWAYS_ALLOWED_SAMPLES: Final = 10_000_000
-# Tolerance for stated durations. Containers round times to milliseconds or more, and treat the encoder's delay
-# differently.
+# Tolerance in seconds for stated durations. Containers round times to milliseconds or more, and differ in how they
+# treat the encoder's delay.
 _ROUNDED_SECONDS: Final = 0.25
 
 _ASF: Final = b"\x30\x26\xb2\x75\x8e\x66\xcf\x11\xa6\xd9\x00\xaa\x00\x62\xce\x6c"

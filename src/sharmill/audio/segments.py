@@ -96,7 +96,7 @@ class SegmentAudio:
 
 @dataclass(frozen=True, slots=True)
 class FileCopy:
-    """The bytes of a file that is a whole segment, and its packed acoustic measures.
+    """The bytes of a file that consists of one segment, and the packed acoustic measures of the segment.
 
     ``sound`` is "" if an earlier stage decoded the file without measuring it.
     """

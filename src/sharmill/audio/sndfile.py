@@ -83,7 +83,7 @@ class SndfileDecoder(Decoder):
         self.info = AudioInfo(sound.samplerate, num_samples, sound.channels, format, exact)
         self._sound = sound
         self._sought = exact
-        # All samples, if ``check_end`` has decoded them; and the position of the next read.
+        # All samples, if ``check_end`` has decoded them, and the position at which the next read starts.
         self._whole: np.ndarray | None = None
         self._position = 0
 
@@ -119,7 +119,7 @@ class SndfileDecoder(Decoder):
             if not cut_off and not is_intact(stream):
                 raise RejectRecord("unreadable_audio", f"{name}: a page of the Ogg stream is damaged")
         elif self._sound.format == "FLAC":
-            cut_off = False  # decoding fails in that case
+            cut_off = False  # decoding a truncated FLAC fails
             stream, num_samples = self._source.read(), self.info.num_samples
             whole = decode_flac(stream) if self._dtype == "int16" else None
             if whole is not None:
@@ -152,7 +152,7 @@ def _rejecting(name: str, is_mpeg: bool) -> Iterator[None]:
     except sf.LibsndfileError as error:
         # str(error) may contain the address of an object.
         reason = error.error_string
-        if reason.startswith(("Unspecified internal error", "File does not exist")):  # for damaged MP3
+        if reason.startswith(("Unspecified internal error", "File does not exist")):  # errors for a damaged MP3
             reason = "it is damaged, and libsndfile cannot decode it"
         raise RejectRecord("unreadable_audio", f"{name}: {reason}") from None
 

@@ -364,7 +364,7 @@ def find_recorded_codec(
         model = find_codec(given or record.model, **(options or {}))
         model.resolve()
     except ConfigError as error:
-        # A dataset names local models without their folders, so its name alone may not be enough to find the model.
+        # A dataset stores the names of local models without their folders, so the user may have to give the path.
         raise ConfigError(f"{error} {hint}", code=error.code) from error
     return model
 

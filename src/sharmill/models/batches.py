@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 
 # Number of canonical lengths from a power of two to the next. Rounding up to them adds 1 / 45 of padding on average.
 _LENGTHS_PER_OCTAVE: Final = 16
-# Segments longer than this are divided. This is the default size of a batch, and longer than most utterances.
+# Segments longer than this are divided. The limit is the default size of a batch, and longer than most utterances.
 PIECE_SECONDS: Final = 20.0
 
 
@@ -170,7 +170,7 @@ class Pieces:
     Args:
         length: the number of frames in a piece, which is equal for all pieces, so that any codec can batch them.
         before: the number of preceding frames on which the codes of a frame depend.
-        after: the number of following frames on which they depend.
+        after: the number of following frames on which the codes of a frame depend.
     """
 
     length: int

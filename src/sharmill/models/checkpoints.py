@@ -68,7 +68,7 @@ _TARGET_KEYS: Final = ("_target_", "target", "cls")
 # Maximum sizes of mel filter banks. The banks are made outside torch, where the limit on layers does not apply.
 _MAX_BANDS: Final = {"n_fft": 1 << 16, "features": 1 << 12, "n_mels": 1 << 12, "mel_dim": 1 << 12}
 _PATH: Final = re.compile(r"(nemo:)?([/~]|\.\.?/|.*(/\.\.|://))|.*\$\{", re.DOTALL)
-# Name of a file that is not hidden, because checksums ignore hidden files, and not in another folder.
+# The name of a file in the same folder that is not hidden; checksums ignore hidden files.
 _PLAIN_NAME: Final = re.compile(r"[^./\\][^/\\]*")
 TRANSFORMERS_TYPES: Final[tuple[str, ...]] = ("dac", "encodec", "mimi")
 _ADAPTER: Final = "adapter_config.json"
@@ -84,7 +84,7 @@ def refuse_packed_weights(stream: IO[bytes], num_bytes: int, origin: str) -> Non
         with zipfile.ZipFile(stream) as weights:
             unpacked = sum(info.file_size for info in weights.infolist())
     except (zipfile.BadZipFile, NotImplementedError):
-        return  # the file is damaged, which torch reports, or has an older format
+        return  # the file has an older format, or damage that torch reports
     if unpacked > num_bytes:
         raise ConfigError(
             f"{origin} is not loaded: its weights would unpack from {num_bytes:,} to {unpacked:,} bytes, but torch "

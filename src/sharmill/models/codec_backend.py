@@ -96,7 +96,7 @@ class CodecBackend(CodecSpec, ABC):
             codes: (1, num_codebooks, frames) int64 on the model's device.
 
         Returns:
-            (1, samples) float32; their duration may differ from that of the frames by a few samples.
+            (1, samples) float32, up to a few samples longer or shorter than the frames.
         """
         raise NotImplementedError
 

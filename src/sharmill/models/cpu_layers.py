@@ -33,7 +33,7 @@ class _UnknownLayer(Exception):
 
 def _channels_last(values: Tensor) -> Tensor:
     """Return values (batch, channels, time) as (batch, channels, 1, time) with channels contiguous in memory."""
-    # With one channel, both layouts are valid; these strides select the right one.
+    # With one channel, both layouts are valid. The transpositions give the tensor the strides of the right one.
     return values.transpose(1, 2).contiguous().transpose(1, 2)[:, :, None]
 
 
@@ -135,7 +135,7 @@ class _PaddedConv:
         )
 
     def __call__(self, values: Tensor, lengths: Tensor) -> Tensor:
-        """Map (batch, inputs, 1, time) to (batch, outputs, 1, time); ``lengths`` (batch,) are those of the outputs."""
+        """Map (batch, inputs, 1, time) to (batch, outputs, 1, time); ``lengths`` (batch,) are the outputs' lengths."""
         after = -values.shape[3] % self._conv.stride if self._is_causal else self._padding
         # Padding copies, so the activation can work in place. It may follow padding because it maps zero to zero.
         values = self._activate(functional.pad(values, (self._padding, after, 0, 0), self._mode))

@@ -1,4 +1,4 @@
-"""The device of a model: checks that torch can use it, its kind, its batch size, and its arithmetic.
+"""The device of a model: whether torch can use it, its kind, its batch size, and its arithmetic.
 
 All runs use the same arithmetic, with the precision of the configuration. Importing this module does not import torch.
 """

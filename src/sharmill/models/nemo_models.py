@@ -172,7 +172,7 @@ def _strict_connector(
 
         @staticmethod
         def _load_state_dict_from_disk(model_weights: str, map_location: Any = "cpu") -> Any:
-            # In NeMo's method, an environment variable can allow pickled code to run.
+            # In NeMo's version of this method, an environment variable can allow pickled code to run.
             return torch.load(model_weights, map_location=map_location, weights_only=True)
 
         def load_instance_with_state_dict(

@@ -97,7 +97,7 @@ def load_transformers_codec(name: str, source: Path | str, device: str) -> Codec
         device: the torch device of the model.
 
     Raises:
-        ConfigError: the model is none of the three, is incomplete, or does not return one frame for every
+        ConfigError: the model is not one of the three, is incomplete, or does not return one frame for every
             ``samples_per_frame`` samples.
     """
     from safetensors import SafetensorError

@@ -197,7 +197,7 @@ class MixedData:
 
 
 def kill_workers() -> None:
-    """Kill the workers. They ignore SIGTERM, which Python would send at exit before it waits for them, forever."""
+    """Kill the workers. At exit, Python would wait for them forever, because they ignore its SIGTERM."""
     # Otherwise torch would raise an error about the killed workers.
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     for process in multiprocessing.active_children():
@@ -205,7 +205,7 @@ def kill_workers() -> None:
 
 
 def _ignore_sigterm(worker: int, then: Callable[[int], None] | None = None) -> None:
-    """Ignore SIGTERM in a worker, then call ``then``.
+    """Ignore SIGTERM in a worker, then call ``then`` with the worker's number, if given.
 
     SLURM sends SIGTERM to every process, but a rank needs its workers until it has saved a checkpoint.
     """

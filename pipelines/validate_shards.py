@@ -1,4 +1,4 @@
-"""Validate a dataset directory from any tool.
+"""Validate a dataset directory, which any tool may have written.
 
 python pipelines/validate_shards.py DATASET
 

@@ -273,7 +273,7 @@ def _inspect(source: AudioBytes, demuxer: str) -> AudioInfo:
 
     Raises:
         RejectRecord: empty_audio; duration_mismatch, if the recording ends earlier than its container states or a
-            second file follows; and as ``FfmpegDecoder``.
+            second file follows; also see ``FfmpegDecoder``.
     """
     is_damaged = demuxer == "ogg" and not is_intact(source.read())
     refuse_record(

@@ -63,7 +63,7 @@ def probe(path: str | Path, *, whole: bool = False) -> AudioInfo:
 def probe_bytes(data: bytes | memoryview, name: str = "audio data") -> AudioInfo:
     """Read the header of an audio file in memory, as ``probe`` does; ``name`` appears in errors."""
     num_samples, channels, rate = flac_header(data) or (0, 0, 0)
-    # If the FLAC header is plausible, no decoder is opened, which would take ten times as long.
+    # If the FLAC header is plausible, open no decoder, which would take ten times as long.
     if 0 < num_samples <= len(data) * MAX_SAMPLES_PER_BYTE and MIN_SAMPLING_RATE <= rate <= MAX_SAMPLING_RATE:
         return AudioInfo(rate, num_samples, channels, "flac")
     with open_bytes(AudioBytes(name, data)) as recording:
@@ -119,7 +119,7 @@ def open_recording(path: str | Path, member: Member | None = None, name: str = "
         name: the name of the member in errors.
 
     Raises:
-        RejectRecord: as ``probe``, and if the container is missing or ends before the member does.
+        RejectRecord: see ``probe``; also if the container is missing or ends before the member does.
     """
     if member is None:
         with open_audio(path) as file, open_bytes(AudioBytes(str(path), file)) as recording:

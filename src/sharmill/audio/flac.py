@@ -18,10 +18,9 @@ def flac_header(data: bytes | memoryview) -> tuple[int, int, int] | None:
     # The block has type 0 and 34 bytes; the bit above the type marks the last block.
     if len(head) < 42 or head[:4] != b"fLaC" or head[4] & 127 or head[5:8] != b"\0\0\x22":
         return None
-    # The bits are 20 for the rate, 3 for the channels, 5 for the depth and 36 for the samples. libsndfile would take
-    # longer to read them.
+    # 20 bits are the rate, 3 the channels, 5 the depth and 36 the samples. libsndfile would take longer to read them.
     bits = int.from_bytes(head[18:26], "big")
-    # 0 stands for an unknown number of samples, which libsndfile treats as the maximum.
+    # 0 means that the number of samples is unknown; libsndfile then returns the maximum.
     return bits & (1 << 36) - 1 or 1 << 63, (bits >> 41 & 7) + 1, bits >> 44 or 1
 
 

@@ -255,7 +255,7 @@ class AudioRoots:
         in all sources. Roots with different float scales are not equal.
 
         Raises:
-            RejectRecord: as ``normalise_path``; also ``outside_root`` if the path leaves the root by a symbolic link
+            RejectRecord: see ``normalise_path``; also ``outside_root`` if the path leaves the root by a symbolic link
                 or, below a URL, by a percent-encoded ``..``.
         """
         numbers = self.numbers[source]
@@ -291,7 +291,7 @@ class AudioRoots:
         """Return the local path of the file or container of a segment; see ``obtain``.
 
         Raises:
-            RejectRecord: ``outside_root`` if the path now leaves the root; and as ``Cache.get``.
+            RejectRecord: ``outside_root`` if the path now leaves the root; also see ``Cache.get``.
         """
         self.roots[segment.root].check_inside(segment.file)
         return self.obtain(segment.root, segment.file, is_container=segment.member is not None)
@@ -307,7 +307,7 @@ class AudioRoots:
             is_container: True for a container, whose size is not limited.
 
         Raises:
-            RejectRecord: as ``Cache.get``.
+            RejectRecord: see ``Cache.get``.
         """
         return local(self.path_of(number, relative, math.inf if is_container else _MAX_BYTES))
 

@@ -223,7 +223,7 @@ class ModelFamily(ABC):
         """Return the facts that distinguish the model, as JSON values: names, options, checksum of a local file.
 
         Raises:
-            ConfigError: as ``resolve``.
+            ConfigError: see ``resolve``.
         """
         path = self.resolve()
         found: dict[str, Any] = {"backend": Registry.split(self.name)[0], "name": self.name}
@@ -376,12 +376,12 @@ def load_recorded_codec(
 
     Args:
         record: the record of the codec in the dataset.
-        given: as for ``find_recorded_codec``.
+        given: see ``find_recorded_codec``.
         options: options of the model's family.
         precision: the arithmetic in which the model computes.
 
     Raises:
-        ConfigError: as ``find_recorded_codec``; also if the model differs from the record.
+        ConfigError: see ``find_recorded_codec``; also if the model differs from the record.
     """
     find_recorded_codec(record, given, options)
     name = given or record.model

@@ -103,7 +103,7 @@ class Batch:
         Args:
             samples: the samples of each item.
             samples_per_frame: the number of samples in a frame.
-            pinned: as for ``pad``.
+            pinned: see ``pad``.
         """
         audio, lengths = pad(samples, at_least=(self.num_rows, self.num_frames * samples_per_frame), pinned=pinned)
         if self.as_one_length:
@@ -202,7 +202,7 @@ class Pieces:
             codec: the codec.
             samples: the samples of the segment.
             max_frames: the maximum number of frames in a batch.
-            pinned: as for ``pad``.
+            pinned: see ``pad``.
         """
         size = codec.samples_per_frame
         pieces = self.divide(-(-len(samples) // size))

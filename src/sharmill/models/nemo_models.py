@@ -156,7 +156,7 @@ def restore_model(
 def _strict_connector(
     name: str, allow_targets: Collection[str], parts: tuple[str, ...], optional: tuple[str, ...]
 ) -> Any:
-    """Return a connector for NeMo that uses only checked parts of a checkpoint; arguments as for ``restore_model``."""
+    """Return a connector for NeMo that uses only checked parts of a checkpoint; see ``restore_model`` for the arguments."""
     from nemo.core.connectors.save_restore_connector import SaveRestoreConnector
     from omegaconf import OmegaConf
 
@@ -194,8 +194,8 @@ def require_pretrained(name: str, class_name: str) -> None:
     A name with "/" is a name on the hub. NeMo is imported only for other names.
 
     Args:
-        name: as for ``restore_model``.
-        class_name: as for ``restore_model``.
+        name: see ``restore_model``.
+        class_name: see ``restore_model``.
     """
     target = name.partition(":")[2]
     if "/" in target:

@@ -156,7 +156,10 @@ def restore_model(
 def _strict_connector(
     name: str, allow_targets: Collection[str], parts: tuple[str, ...], optional: tuple[str, ...]
 ) -> Any:
-    """Return a connector for NeMo that uses only checked parts of a checkpoint; see ``restore_model`` for the arguments."""
+    """Return a connector for NeMo that uses only checked parts of a checkpoint.
+
+    See ``restore_model`` for the arguments.
+    """
     from nemo.core.connectors.save_restore_connector import SaveRestoreConnector
     from omegaconf import OmegaConf
 

@@ -346,7 +346,9 @@ class Training:
         signal.setitimer(signal.ITIMER_REAL, limit, _SECONDS_BETWEEN_ALARMS)
 
     def _on_alarm(self, number: int, frame: object) -> None:
-        waited = "in time after SIGTERM" if self.leave else f"within {self.config.data_timeout:g} seconds (data_timeout)"
+        waited = (
+            "in time after SIGTERM" if self.leave else f"within {self.config.data_timeout:g} seconds (data_timeout)"
+        )
         raise FatalError(
             f"rank {self.world.rank} got no batch {waited}, at step {self.step}; look above for worker errors, "
             "check the disk or network that holds the data, and repeat the command to resume from the newest "

@@ -76,7 +76,7 @@ def parse_where(text: str) -> list[Comparison]:
         if not joint:
             return found
     raise ConfigError(
-        f"where: {text!r} is not a valid condition at {text[position:][:40]!r}: compare columns with numbers or quoted "
+        f"where: {text!r} is not valid from {text[position:][:40]!r} on: compare columns with numbers or quoted "
         "texts, and join comparisons with 'and', as in \"dnsmos_ovrl > 3 and bandwidth >= 7.5\"",
         code="bad_config_value",
     )

@@ -126,7 +126,7 @@ def test_an_error_ends_the_training_at_once(example, speech: Path, tmp_path: Pat
     ("override", "told"),
     [
         ("data_timeout=6", "got no batch within 6 seconds (data_timeout)"),
-        ("leave_timeout=3", "got no batch soon after SIGTERM"),
+        ("leave_timeout=3", "got no batch in time after SIGTERM"),
     ],
 )
 def test_a_wait_for_missing_data_ends(example, override: str, told: str) -> None:

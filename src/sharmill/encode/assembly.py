@@ -16,10 +16,10 @@ from sharmill.stages.fields import FieldProcessor
 
 
 class AssembleProcessor(FieldProcessor):
-    """Processor that assembles shards in one rank.
+    """Processor that writes the codes of shards in one rank.
 
     Args:
-        codec: the codec of the codes.
+        codec: the codec that produced the codes.
         codes: the codes of all segments.
         numbers: segment number of each audio field of each cut, shape (audio fields, cuts).
     """
@@ -47,7 +47,8 @@ class AssembleProcessor(FieldProcessor):
                         writer.add(Item(cut_id, NO_DATA, None, None))
                         lacking.setdefault(cut_id, []).append(self.fields[field].attribute)
                         continue
-                    # The context has a different time line than the cut, so its codes are not a temporal array.
+                    # The codes of a context do not share the cut's time line, so they are stored as an array, not as a
+                    # temporal array.
                     metadata = array_json(shape) if field else temporal_array_json(shape, frame_shift)
                     writer.add(Item(cut_id, "npy", array_to_bytes(codes[number]), metadata))
         return [

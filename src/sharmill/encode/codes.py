@@ -1,8 +1,9 @@
-"""Codes of segments in the run directory, which the stage ``encode`` writes for the assembly of shards.
+"""Codes of segments in the run directory, from which the stage ``encode`` assembles shards.
 
-A block of segments has three ``.npy`` files: the concatenated codes of its segments, codebook by codebook for each
-segment; a ``CODES`` record per segment, for reading and checking its codes separately; and the frequency of each code
-in each codebook. At the end, the stage merges the records of all blocks into one array and sums the frequencies.
+A block of segments has up to three ``.npy`` files: the concatenated codes of its segments, codebook by codebook for
+each segment; a ``CODES`` record for each segment, with which its codes can be read and checked separately; and the
+frequency of each code in each codebook, unless the codebooks are very large. At the end, the stage merges the records
+of all blocks into one array and sums the frequencies.
 """
 
 import os
@@ -23,15 +24,15 @@ from sharmill.files.stored import damaged_file, open_stored
 from sharmill.shar.arrays import codes_dtype
 from sharmill.shar.index import CodecRecord
 
-# File in the plan's folder with the bounds of the blocks.
+# File in the plan's folder with the bounds of the blocks, as segment numbers.
 BOUNDS_FILE: Final = "bounds.npy"
-# Range of bytes of a segment's codes in the file of its block, and their checksum.
+# Byte range of a segment's codes in the file of its block, and the checksum of the codes.
 CODES: Final = np.dtype([("start", "<i8"), ("stop", "<i8"), ("xxh3", "<u8")])
 # Size of the header of a one-dimensional ``.npy`` file.
 _HEADER_BYTES: Final = 128
-# Limit on codebooks times codebook size, above which frequencies are not counted.
+# Maximum number of codebooks times codebook size for which code frequencies are counted.
 _MAX_COUNTS: Final = 1 << 21
-# Maximum number of files that a rank keeps open, if its limit of open files permits; enough for 32,768 hours of audio
+# Maximum number of files that a rank keeps open, if its limit on open files permits; enough for 32,768 hours of audio
 # in blocks of two hours.
 _MOST_OPEN: Final = 1 << 14
 
@@ -40,7 +41,7 @@ def _block_file(block: int, content: str = "") -> str:
     """Return the path of a file of a block, relative to the stage's folder.
 
     Args:
-        content: "" for codes, ".places" or ".counts".
+        content: "" for the codes, ".places" for the ``CODES`` records, or ".counts" for the frequencies.
     """
     return f"parts/{block:06d}{content}.npy"
 
@@ -66,10 +67,10 @@ def write_block(staging: Staging, block: int, codes: Sequence[np.ndarray], codeb
 
 
 def merge_blocks(paths: StageDir, num_blocks: int, num_segments: int) -> dict[str, Path]:
-    """Merge the places of all blocks, and sum their counts if codes were counted.
+    """Merge the ``CODES`` records of all blocks, and sum the code frequencies if they were counted.
 
     Returns:
-        the merged files by content.
+        the paths of the merged files: ``places`` and, if codes were counted, ``counts``.
 
     Raises:
         ConfigError: a file is damaged.
@@ -104,15 +105,15 @@ def read_counts(run: StageRun) -> np.ndarray | None:
 
 
 class SegmentCodes:
-    """Codes of all segments by number, which are read on demand.
+    """Codes of all segments, read on demand by segment number.
 
-    Files stay open for later reads. If there are more files than the limit of open files permits, some are closed and
-    reopened.
+    Files stay open for later reads. If there are more files than the limit on open files permits, some are closed and
+    reopened later.
 
     Args:
         paths: the folder of the stage that encoded the segments.
-        places: the merged file of the places of codes.
-        codec: the codec.
+        places: the merged file of ``CODES`` records.
+        codec: the codec that produced the codes.
     """
 
     def __init__(self, paths: StageDir, places: Path, codec: CodecRecord) -> None:
@@ -125,7 +126,7 @@ class SegmentCodes:
         self._open: dict[int, BinaryIO] = {}
 
     def read(self, numbers: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
-        """Yield the number and the codes (codebooks, frames) of segments.
+        """Yield the number and the codes (codebooks, frames) of each segment.
 
         Args:
             numbers: sorted segment numbers, so that files are read sequentially.
@@ -147,13 +148,13 @@ class SegmentCodes:
     def _read_bytes(self, block: int, start: int, stop: int, checksum: int) -> bytes:
         if block not in self._open:
             if len(self._open) >= self._most_open:
-                # The file that was opened last is closed: the first files are needed first in the next pass.
+                # Close the file that was opened last: the next pass over the segments needs the first files first.
                 self._open.popitem()[1].close()
             self._open[block] = open_stored(self._folder / _block_file(block), buffering=0)
         file = self._open[block].fileno()
         is_inside = 0 <= start <= stop <= os.fstat(file).st_size
         data = os.pread(file, stop - start, start) if is_inside else b""
-        # A damaged place could point to codes of another segment, which the checksum detects.
+        # A damaged ``CODES`` record could point to the codes of another segment; the checksum detects this.
         if xxhash.xxh3_64_intdigest(data) != checksum:
             path = self._folder / _block_file(block)
             raise UnitFailed(f"{path} is damaged: delete it and run the stage encode again", code="damaged_run_dir")

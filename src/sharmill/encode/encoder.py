@@ -43,12 +43,12 @@ from sharmill.shar.tar import open_field
 
 # Maximum number of segments named in a message.
 _MOST_NAMED: Final = 3
-# Number of segments of other units that are encoded to find out if a unit or the device is bad.
+# Number of segments of other units that are encoded to find out whether the unit or the device is at fault.
 _NUM_PROBES: Final = 16
-# Number of files that a reader keeps open. The segments of a unit are sorted by length, so they alternate between a few
-# files.
+# Number of files that a reader keeps open. The segments of a unit are sorted by length, so reading alternates between a
+# few files.
 _OPEN_FILES: Final = 32
-# Advice about segments that do not fit with any batch size.
+# Advice about segments that do not fit into memory with any batch size.
 _TOO_LONG_ADVICE: Final = f"all other units continue, and {ELSEWHERE}"
 
 
@@ -71,7 +71,7 @@ class StoredSegment(NamedTuple):
 
 
 class StoredReader:
-    """Reader of stored segments at the sampling rate of a codec.
+    """Reader that returns stored segments at the sampling rate of a codec.
 
     The audio is compared with the hash from the survey, since a codec would encode damaged audio without an error.
     Recently used files stay open.
@@ -112,7 +112,7 @@ class StoredReader:
 
 
 def _decode(data: bytes) -> tuple[np.ndarray, int]:
-    # The survey has checked that FLAC data contain a single stream, so a matching MD5 sum proves that they are whole.
+    # The survey has checked that FLAC data contain a single stream, so a matching MD5 sum proves that it is whole.
     if (decoded := decode_flac(data)) is not None and decoded.shape[1] == 1:
         _, _, rate = flac_header(data) or (0, 0, 0)
         return decoded[:, 0], rate
@@ -126,18 +126,18 @@ _StartedUnit = tuple[list[StoredSegment], list[int], list[Batch], Feed[StoredSeg
 
 
 class EncodeProcessor(AheadProcessor[_StartedUnit]):
-    """Processor that encodes blocks of segments with a codec, in batches of similar lengths.
+    """Processor that encodes blocks of segments with a codec, in batches of segments of similar length.
 
     Feeders decode the audio ahead of time. With feeders, the codec runs in a thread of its own, so that the next batch
-    is padded while it computes.
+    can be padded while the codec computes.
 
     Args:
-        settings: the section of the configuration.
+        settings: the configuration of the stage.
         record: the record of the codec in the index of the dataset.
-        segments: all segments of the dataset.
-        files: audio files by shard and field.
-        device: device of the codec: ``cpu`` or ``cuda``. It affects batch sizes; pinned memory is used for ``cuda``.
-        device_kind: kind of the device.
+        segments: ``SEGMENT`` records of the whole dataset.
+        files: paths of the audio files, indexed by shard and by audio field.
+        device: device of the codec: ``cpu`` or ``cuda``. It affects batch sizes, and ``cuda`` uses pinned memory.
+        device_kind: kind of the device, such as the name of the GPU.
         num_feeders: number of processes that decode and resample audio.
     """
 
@@ -165,7 +165,7 @@ class EncodeProcessor(AheadProcessor[_StartedUnit]):
         self._batch_seconds = seconds = settings.batch_seconds
         room = require_room(codec, device, seconds, "encode.batch_seconds")
         self._pieces = find_pieces(codec)
-        # Longest segment that fits into the memory of the device.
+        # Duration in seconds of the longest segment that fits into the memory of the device.
         self._most_seconds = room if self._pieces is None else math.inf
         self._max_frames = fit_batch_seconds(seconds, device) * codec.sampling_rate / codec.samples_per_frame
         self._guard = MemoryGuard("the codec", "encode.batch_seconds")
@@ -173,7 +173,7 @@ class EncodeProcessor(AheadProcessor[_StartedUnit]):
         self._thread = ThreadPoolExecutor(1, "codec") if num_feeders else None
 
     def begin(self, unit: Unit) -> _StartedUnit:
-        """Start to decode the audio of a unit.
+        """Start decoding the audio of a unit, and return its state.
 
         Raises:
             UnitFailed: a segment does not fit into memory.
@@ -242,14 +242,14 @@ class EncodeProcessor(AheadProcessor[_StartedUnit]):
         return -(-resampled_length(segment.num_samples, segment.sampling_rate, rate) // size)
 
     def _find(self, segments: np.ndarray) -> list[StoredSegment]:
-        """Return the locations of the audio of segments."""
+        """Convert ``SEGMENT`` records to ``StoredSegment`` objects."""
         return [
             StoredSegment(self._files[shard][field], offset, size, tuple(found), num_samples, rate)
             for (found, offset, size, num_samples, rate), shard, field in segments.tolist()
         ]
 
     def _plan_batches(self, frames: Sequence[int]) -> list[Batch]:
-        """Return the batches of items with these numbers of frames; an item that must be cut is a separate batch."""
+        """Divide items with these numbers of frames into batches; an item that must be cut is a batch of its own."""
         cut = [index for index, number in enumerate(frames) if self._is_cut(number)]
         whole = [index for index, number in enumerate(frames) if not self._is_cut(number)]
         planned = plan_batches(
@@ -286,7 +286,8 @@ class EncodeProcessor(AheadProcessor[_StartedUnit]):
     ) -> Generator[tuple[Batch, list[np.ndarray | str]], None, None]:
         """Yield each batch with the results of ``_finish`` for its segments.
 
-        If the codec has a thread, the audio of the next batch is taken and padded while the codec computes.
+        If the codec has a thread, the audio of the next batch is taken from the feed and padded while the codec
+        computes.
         """
         begun: deque[tuple[Batch, list[np.ndarray], Callable[[], np.ndarray]]] = deque()
         try:
@@ -301,8 +302,8 @@ class EncodeProcessor(AheadProcessor[_StartedUnit]):
             while begun:
                 yield begun[0][0], self._finish_each(*begun.popleft(), segments)
         finally:
-            # If the unit has failed, its batches in the thread must end first, since the next unit needs the clock and
-            # the memory.
+            # If the unit has failed, wait for its batches in the thread, since the next unit needs the clock and the
+            # memory.
             for _, _, result in begun:
                 with suppress(Exception):
                     result()
@@ -314,7 +315,7 @@ class EncodeProcessor(AheadProcessor[_StartedUnit]):
         result: Callable[[], np.ndarray],
         segments: Sequence[StoredSegment],
     ) -> list[np.ndarray | str]:
-        """Return the results of ``_finish``; segments that fail are tried alone, since others may be the cause."""
+        """Return the results of ``_finish``; retry each failed segment alone, since another one may be the cause."""
         items = [segments[index] for index in batch.items]
         found = self._finish(batch, items, result)
         if len(items) == 1:
@@ -332,7 +333,7 @@ class EncodeProcessor(AheadProcessor[_StartedUnit]):
     def _finish(
         self, batch: Batch, items: Sequence[StoredSegment], result: Callable[[], np.ndarray]
     ) -> list[np.ndarray | str]:
-        """Return the codes (codebooks, frames) of each segment of a batch, or a sentence about the problem.
+        """Return the codes (codebooks, frames) of each segment of a batch, or a sentence about its problem.
 
         Raises:
             UnitFailed: the batch does not fit into memory.
@@ -341,7 +342,7 @@ class EncodeProcessor(AheadProcessor[_StartedUnit]):
         try:
             rows = result()
         except RejectRecord as reject:
-            # The unit fails, so that a device with more memory can encode the segment.
+            # Fail the unit instead of rejecting the segment, so that a device with more memory can encode it.
             raise UnitFailed(
                 f"the segment {items[0]}: {reject.detail}; {_TOO_LONG_ADVICE}", code="out_of_memory"
             ) from reject
@@ -353,11 +354,11 @@ class EncodeProcessor(AheadProcessor[_StartedUnit]):
             named = ", ".join(map(str, items[:_MOST_NAMED]))
             more = f" and {len(items) - _MOST_NAMED} more" if len(items) > _MOST_NAMED else ""
             raise UnitFailed(f"{error} (segments {named}{more})", code=error.code) from error
-        # Further rows are silence.
+        # Rows beyond the items are silence.
         return [self._check(row, batch, self._count_frames(item)) for row, item in zip(rows, items, strict=False)]
 
     def _check(self, row: np.ndarray, batch: Batch, num_frames: int) -> np.ndarray | str:
-        """Return the codes of the first frames of a row, or the problem; not every codec checks its output."""
+        """Return the codes of the first ``num_frames`` frames of a row, or a sentence about what is wrong with them."""
         shape, size = (self._codec.num_codebooks, batch.num_frames), self._codec.codebook_size
         codes = row[:, :num_frames]
         if row.shape != shape:

@@ -1,8 +1,8 @@
 """Unique segments of a dataset's stored audio.
 
 A place is an item of an audio field of a shard. Places are numbered across the dataset: all targets in the order of
-shards, then all contexts. Places with equal bytes contain the same segment, which is owned by the first of them.
-Segments are numbered in the order of encoding: in the order of places, but sorted by length within windows.
+shards, then all contexts. Places with equal bytes contain the same segment; the first of them owns it. Segments are
+numbered in the order of encoding: in the order of places, but sorted by length, longest first, within windows.
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,10 +17,10 @@ from sharmill.files.arrays import load_stored_array, publish_array
 from sharmill.files.stored import damaged_file
 from sharmill.shar.places import PLACE
 
-# Owner of a segment; ``field`` is the number of the audio field in the dataset.
+# Place that owns a segment, with its shard; ``field`` is the index of the audio field in the dataset's list.
 SEGMENT: Final = np.dtype([("place", PLACE), ("shard", "<u4"), ("field", "<u4")])
-# Number of segments that are sorted by length together: large enough for batches with equal lengths, small enough to
-# keep the segments of a shard near each other.
+# Number of segments that are sorted by length together: large enough for batches of similar lengths, small enough to
+# keep the segments of a shard close together.
 _WINDOW: Final = 1 << 15
 
 

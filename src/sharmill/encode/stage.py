@@ -35,18 +35,18 @@ from sharmill.shar.fields import Field, codec_fields
 from sharmill.shar.index import CodecRecord
 from sharmill.stages.fields import FieldPublication, FieldStage, add_fields, dataset_of
 
-# This number provides work for many ranks. A unit should be much longer than its overhead, but short enough that little
-# is lost if a rank dies.
+# Number of units to aim for, which is enough work for many ranks. A unit should be much longer than its overhead, but
+# short enough that little is lost if a rank dies.
 _UNITS_WANTED: Final = 64
 
 
 class EncodeStage(Stage):
     """Round that encodes the unique segments of a dataset with one codec. A unit is a block of segments.
 
-    Its files stay in its own folder, but it reserves the dataset fields for which the codes are intended.
+    The round writes only to its folder in the run directory, but reserves the dataset's fields for the codes.
 
     Attributes:
-        unit_limits: smallest and largest seconds of audio in a unit, if the configuration does not set them.
+        unit_limits: minimum and maximum seconds of audio in a unit, if ``unit_seconds`` is null.
     """
 
     kind = "encode"
@@ -128,7 +128,7 @@ class EncodeStage(Stage):
 
     def finalize(self, run: StageRun) -> Totals:
         commits = run.commits
-        # Records are compared after conversion, since commits omit keys with default values.
+        # Compare the records after conversion, since commits omit keys with default values.
         records = [msgspec.convert(commit.stats["codec"], CodecRecord) for commit in commits]
         codec = records[0] if records else None
         if any(record != codec for record in records):
@@ -148,18 +148,18 @@ class CodesPublication(FieldPublication):
 
     def __init__(self, run: StageRun) -> None:
         codec: CodecConfig = run.settings
-        # The actual fields are determined later: before the dataset exists, it is unknown if it has contexts.
+        # The actual fields are determined later: before the dataset exists, it is unknown whether it has contexts.
         super().__init__(run, partial(codes_of, run), codec_fields(codec.name), f"codes called {codec.name!r}")
 
 
 class BlocksPublication(CodesPublication):
-    """Reservation of the code fields, which a later round fills with the encoded segments."""
+    """Reservation of the code fields, to which a later round adds the codes."""
 
     in_place = False
     counts = "segments"
 
     def __init__(self, run: StageRun) -> None:
-        # The fields belong to the other round, whose plan has its own token.
+        # The fields belong to the round ``encode.shards``, whose plan has its own token.
         super().__init__(dataclasses.replace(run, declaration=ShardsStage(), token=""))
         self._plan = run.plan_folder
 

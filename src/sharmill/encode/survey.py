@@ -34,7 +34,7 @@ _MAX_UINT32: Final = (1 << 32) - 1
 class SurveyStage(Stage):
     """Round that lists the unique segments of a dataset in the run directory.
 
-    A unit is a shard without notes on its files.
+    A unit is a shard for which the stage ``write`` left no usable notes.
     """
 
     kind = "encode.segments"
@@ -78,7 +78,7 @@ class SegmentsPublication(Publication):
 
 
 def _shards(run: StageRun) -> list[tuple[ShardRecord, dict[str, str], Path]]:
-    """Return all shards, the checksums of their cuts and audio files, and the paths of notes, which may not exist."""
+    """Return each shard, the checksums of its cuts and audio files, and the path of its notes, which may not exist."""
     dataset, written = dataset_of(run), run.run_dir.stage("write").ranks
     fields = (CUTS, *dataset.record().audio_fields)
     found = []
@@ -89,7 +89,7 @@ def _shards(run: StageRun) -> list[tuple[ShardRecord, dict[str, str], Path]]:
 
 
 def _are_places(notes: Path, shape: tuple[int, int]) -> bool:
-    """Return True if notes contain places of this shape; damaged notes are ignored, and the audio is read instead."""
+    """Return True if notes contain places of this shape. Damaged notes count as missing: the audio is read instead."""
     try:
         places = map_stored_array(notes)
     except (FileNotFoundError, ConfigError):
@@ -109,7 +109,8 @@ def require_same_audio(run: StageRun, stage: str) -> None:
 def require_segments(run: StageRun) -> None:
     """Raise ConfigError if the list of the dataset's segments is missing, outdated or damaged.
 
-    The list is verified before the plan, and ranks trust it: damaged numbers would assign codes to the wrong cuts.
+    The list is verified before the stage is planned, since ranks trust it: damaged numbers would assign codes to the
+    wrong cuts.
     """
     require_same_audio(run, "encode.segments")
     for name in run.totals_of("encode.segments", "segments", "numbers").products:
@@ -117,7 +118,7 @@ def require_segments(run: StageRun) -> None:
 
 
 def audio_files(dataset: ShardedDataset) -> list[list[Path]]:
-    """Return the audio files of each shard."""
+    """Return the paths of the audio files, indexed by shard and by audio field."""
     fields = dataset.record().audio_fields
     return [[dataset.directory / shard.fields[field].file for field in fields] for shard in dataset.shards()]
 

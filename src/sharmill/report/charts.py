@@ -1,8 +1,8 @@
 """Charts of the report, drawn by plotly.js in the browser.
 
 A chart is stored as JSON for plotly in an attribute of its HTML element. Except for a map, it is followed by a table of
-its values, for screen readers, printing and browsers without scripts. Colours have the names of ``page.css``;
-``page.js`` replaces them by the colours of the theme and calls plotly.
+its values, for screen readers, printing and browsers without scripts. Colours are given by their names in ``page.css``;
+``page.js`` replaces the names with the colours of the theme and calls plotly.
 """
 
 import math
@@ -27,10 +27,10 @@ _LONGEST_TIP: Final = 80
 def histogram(
     edges: Sequence[float], counts: Sequence[int], *, label: str, unit: str, description: str, color: int = 0
 ) -> Markup:
-    """Return a chart of ``counts`` in bins with these ``edges``, whose number is larger by one.
+    """Return a bar chart of ``counts`` in bins with these ``edges``; there is one more edge than there are counts.
 
     Args:
-        unit: unit of the x values, for the tips.
+        unit: unit of the x values, for the tooltips.
     """
     total = max(1, sum(counts))
     bars = [
@@ -48,7 +48,7 @@ def histogram(
     rows = [(where, f"{count:,}", f"{count / total:.1%}") for _, _, count, where in bars if count]
     axes = {
         "xaxis": {"range": [edges[0], edges[-1]]},
-        # If counts are small, fewer ticks avoid fractional counts on the axis.
+        # Use fewer ticks for small counts, so that the axis shows no fractions.
         "yaxis": {"nticks": min(_MOST_TICKS, max(counts, default=0) + 1)},
         "bargap": 0,
     }
@@ -83,7 +83,7 @@ def curves(
     series: Sequence[tuple[str, Sequence[tuple[float, float]]]], *, x: tuple[float, float], y: tuple[float, float],
     label: str, description: str,
 ) -> Markup:  # fmt: skip
-    """Return a chart of curves of shares; ``series`` are pairs of a name and points (x, y)."""
+    """Return a chart of curves whose y values are shares; ``series`` are pairs of a name and points (x, y)."""
     traces, rows = [], []
     for color, (name, points) in enumerate(series):
         traces.append({
@@ -101,7 +101,7 @@ def curves(
 
 
 def scatter(points: Sequence[tuple[float, float, int, str]], *, description: str) -> Markup:
-    """Return a map of points, each with x, y, the number of a colour, and a text for the tip.
+    """Return a map of points; each point has x, y, the number of its colour, and the text of its tooltip.
 
     A map has no table, since its coordinates have no meaning.
     """
@@ -118,7 +118,7 @@ def scatter(points: Sequence[tuple[float, float, int, str]], *, description: str
 
 
 def figure(title: str, chart: Markup, note: str = "") -> Markup:
-    """Return a chart with its title and a summary in numbers below it."""
+    """Return a chart with a title above it and a note below it."""
     return Markup("<figure><figcaption>{}</figcaption>{}<p>{}</p></figure>").format(title, chart, escape(note))
 
 

@@ -120,7 +120,7 @@ def _draw(name: str, found: Histogram, label: str, color: int) -> tuple[Markup, 
     scale = SCALES[name]
     together = math.ceil(len(found.counts) / _MOST_BARS)
     first, counts = _take_together(found, together)
-    # Empty bins are added around a few bins, which would otherwise look wide.
+    # If there are only a few bins, add empty bins around them; otherwise their bars would be too wide.
     wanted = max(0, (_FEWEST_BARS - len(counts)) // 2)
     before, after = min(wanted, first), min(wanted, math.ceil(scale.num_bins / together) - first - len(counts))
     counts = [0] * before + counts + [0] * after
@@ -140,7 +140,7 @@ def _draw(name: str, found: Histogram, label: str, color: int) -> tuple[Markup, 
 
 
 def _make_codes(facts: Facts) -> Markup | None:
-    """Return the use of the codebooks of each codec; None without codes."""
+    """Return charts of how much each codec uses its codebooks; None without codes."""
     charts = []
     of_all = facts.run.code_counts if facts.run else {}
     for name, counts in ((facts.sample.code_counts if facts.sample else {}) | of_all).items():
@@ -170,7 +170,7 @@ def _make_codes(facts: Facts) -> Markup | None:
 
 
 def _make_work(facts: Facts) -> Markup | None:
-    """Return the sizes of shards, and the times and rates of stages by rank."""
+    """Return charts of shard sizes and of the rates of ranks, and the times of stages; None without any of these."""
     charts = []
     if facts.shards:
         sizes = [sum(file.size for file in shard.fields.values()) / 1e6 for shard in facts.shards]
@@ -195,7 +195,7 @@ def _rates(view: StageView, rates: dict[int, float]) -> tuple[Markup, str]:
 
 
 def _by_rank(values: dict[int, float], unit: str, description: str) -> tuple[Markup, str]:
-    """Return a chart with a column per rank, or a histogram of many ranks, and a note with the range."""
+    """Return a chart with a column for each rank (a histogram if there are many ranks), and a note with the range."""
     if len(values) > _MOST_RANKS:
         return _spread(list(values.values()), unit, "ranks")
     names = [f"rank {rank}" if len(values) < 6 else str(rank) for rank in values]
@@ -207,7 +207,7 @@ def _by_rank(values: dict[int, float], unit: str, description: str) -> tuple[Mar
 
 
 def _spread(values: Sequence[float], unit: str, things: str) -> tuple[Markup, str]:
-    """Return a histogram of any number of values, and a note with their median and range."""
+    """Return a histogram of values, and a note with their median and range."""
     counts, edges = np.histogram(values, bins=min(_MOST_BARS, max(4, math.isqrt(len(values)))))
     low, median, high = np.quantile(values, (0, 0.5, 1)).tolist()
     note = f"{len(values):,} {things}: median {show_number(median)}, {show_number(low)} to {show_number(high)} {unit}"
@@ -223,7 +223,7 @@ def _make_voices(facts: Facts) -> Markup | None:
 
 
 def _speakers(facts: Facts) -> Iterator[Markup]:
-    """Yield the Lorenz curve of the speakers' hours."""
+    """Yield the Lorenz curve of the speakers' hours, if there are at least two speakers."""
     if facts.run is not None and facts.run.stats:
         hours = [row["hours_out"] for row in facts.run.stats["by_speaker"].values()]
         origin = "all records that prepare kept"
@@ -253,7 +253,7 @@ def _speakers(facts: Facts) -> Iterator[Markup]:
 
 
 def _context_uses(facts: Facts) -> Iterator[Markup]:
-    """Yield the chart of the number of times a clip is used as context."""
+    """Yield the chart of how often each clip is used as context, if there are contexts."""
     if facts.run is not None and facts.run.context_uses is not None:
         uses, origin = facts.run.context_uses, facts.origin_of_run
     else:
@@ -279,7 +279,7 @@ def _context_uses(facts: Facts) -> Iterator[Markup]:
 
 
 def _similarities(facts: Facts, voices: Sequence[tuple[str, np.ndarray]]) -> Markup:
-    """Return curves of the similarities within groups, across groups, and of the chosen contexts."""
+    """Return the distributions of similarity within groups, across groups, and for the chosen contexts, as curves."""
     vectors = np.stack([vector for _, vector in voices])
     groups = np.unique([group for group, _ in voices], return_inverse=True)[1]
     first, second = np.triu_indices(len(vectors), 1)
@@ -304,7 +304,7 @@ def _similarities(facts: Facts, voices: Sequence[tuple[str, np.ndarray]]) -> Mar
 
 
 def _density(found: Histogram) -> list[tuple[float, float]]:
-    """Return the points of a curve: centers and shares of wide bins."""
+    """Return a histogram as the points of a curve: the centers and shares of wide bins."""
     scale = SCALES["similarity"]
     first, counts = _take_together(found, _BINS_PER_POINT)
     width = scale.width * _BINS_PER_POINT
@@ -313,7 +313,7 @@ def _density(found: Histogram) -> list[tuple[float, float]]:
 
 
 def _take_together(found: Histogram, together: int) -> tuple[int, list[int]]:
-    """Return the number of the first wide bin with counts, and the counts of wide bins of ``together`` bins each."""
+    """Merge groups of ``together`` bins; return the number of the first merged bin, and the counts from there on."""
     before, after = found.first % together, -(found.first + len(found.counts)) % together
     counts = np.pad(found.counts, (before, after)).reshape(-1, together).sum(axis=1)
     return found.first // together, counts.tolist()
@@ -324,7 +324,7 @@ def _map(voices: Sequence[tuple[str, np.ndarray]]) -> Markup:
     vectors = np.stack([vector for _, vector in voices])
     centered = vectors - vectors.mean(axis=0)
     _, strengths, directions = np.linalg.svd(centered, full_matrices=False)
-    # The sign of a component is arbitrary, so the largest element is made positive, for equal maps on all machines.
+    # The sign of a component is arbitrary: make its largest element positive, so that all machines draw the same map.
     signs = np.sign(directions[np.arange(2), np.abs(directions[:2]).argmax(axis=1)])
     places = centered @ (directions[:2] * signs[:, None]).T
     shown = float((strengths[:2] ** 2).sum() / max(float((strengths**2).sum()), 1e-9))

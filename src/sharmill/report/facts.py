@@ -1,8 +1,9 @@
 """Facts about a run and its dataset, from which the sections of the report are made.
 
-With a run directory the facts cover all cuts, since the stages record them in their commits. Without it, they come from
-the index of the dataset and a sample of its cuts. The sample also has pairs of target and context to listen to. It is
-seeded with the checksum of the index, so a dataset always gives the same sample. Unreadable items are counted.
+With a run directory, the facts cover all cuts, since the stages record them in their commits. Without a run directory,
+the facts come from the index of the dataset and a sample of its cuts. The sample also provides pairs of target and
+context to listen to. It is seeded with the checksum of the index, so that the same dataset always yields the same
+sample. Unreadable items are counted.
 """
 
 import heapq
@@ -43,26 +44,26 @@ from sharmill.shar.index import CodecRecord, DatasetRecord, FieldFile, ShardReco
 
 _MAX_SHARDS: Final = 12
 _MAX_CUTS_PER_SHARD: Final = 2000
-# Limit on codebooks times codebook size, above which codes are not counted.
+# Maximum number of codebooks times codebook size for which codes are counted.
 _MAX_CODES: Final = 1 << 24
 # Number of cuts whose audio is decoded and whose codes are counted.
 _MEASURED: Final = 400
 _RANDOM_PAIRS: Final = 10
-# The reason for choosing a random pair.
+# Reason that is shown for a pair that was chosen at random.
 RANDOM: Final = "random"
 _WORST_PAIRS: Final = 4
 _EXAMPLES: Final = 3
-# Number of lines of rejects that are searched for examples.
+# Number of rejects that are searched for examples.
 _LINES_SEARCHED: Final = 200_000
 _DAMAGED_VOICES: Final = "the voices that a commit of match notes are damaged: {}"
 
-# Shard of a cut, and its number in the shard.
+# Index of a cut's shard, and the number of the cut in the shard.
 _Place = tuple[int, int]
 
 
 @dataclass(frozen=True)
 class Pair:
-    """Cut to listen to, with the reasons for choosing it and its measures."""
+    """Cut to listen to, with its measures and the reasons for choosing it."""
 
     stored: StoredCut
     reasons: list[str]
@@ -75,9 +76,9 @@ class DatasetSample:
 
     Attributes:
         measures: measures of the cuts in these shards; measures of audio cover fewer cuts.
-        context_uses: places of each context in these shards, by its path and offset.
+        context_uses: for each context, by its path and offset, the places of the cuts in these shards that use it.
         speakers: seconds of target audio by speaker in these shards.
-        code_counts: frequency of each code by codec, shape (codebooks, codebook size).
+        code_counts: by codec, the frequency of each code, shape (codebooks, codebook size).
         pairs: cuts to listen to.
         unreadable: number of unreadable items by problem.
     """
@@ -169,7 +170,7 @@ def _sample_dataset(
 def _read_cuts(
     sample: DatasetSample, directory: Path, shards: Mapping[int, ShardRecord], places: Iterable[_Place]
 ) -> Iterator[StoredCut]:
-    """Yield the cuts at these places in order; unreadable cuts are counted."""
+    """Yield the cuts at these places in the given order; count unreadable cuts instead of yielding them."""
     for index, group in groupby(places, key=itemgetter(0)):
         with sample.counting_damage():
             if index not in shards:
@@ -186,7 +187,7 @@ def _measure_cuts(
 ) -> None:
     """Add measures of the audio of cuts, and count the codes of their targets."""
     for stored in cuts:
-        # Empty rows come first, so that the place of the row is the place of the cut.
+        # Put empty rows before the row, so that its index is the number of the cut in the shard.
         rows: list[dict[str, float]] = [{}] * stored.number + [_sound_values(sample, record, stored)]
         sample.measures.add(CutMeasures.from_rows(rows, stored.shard))
         for codec in codecs:
@@ -200,7 +201,7 @@ def _measure_cuts(
 
 
 def _sound_values(sample: DatasetSample, record: DatasetRecord, stored: StoredCut) -> dict[str, float]:
-    """Return the audio measures of a cut, without those of unreadable audio."""
+    """Return the audio measures of a cut; leave out and count unreadable audio."""
     sounds: dict[bool, Sound] = {}
     for name in record.audio_fields:
         item = stored.items.get(name)
@@ -212,11 +213,11 @@ def _sound_values(sample: DatasetSample, record: DatasetRecord, stored: StoredCu
 
 @dataclass(frozen=True)
 class StageFacts:
-    """Record counts and times of a stage, which may be one round of a step.
+    """Record counts and times of a stage, or of one round of a stage.
 
     Attributes:
-        view: units and pace.
-        counts: the things that ``totals`` counts.
+        view: progress and pace.
+        counts: what ``totals`` counts, such as records.
         totals: the totals; None until the stage is finished.
         examples: examples of rejects by reason, each with a sentence and the name of the record.
     """
@@ -236,11 +237,11 @@ class RunFacts:
     Attributes:
         run_dir: the run directory.
         config: the resolved configuration, as YAML.
-        stats: hours by dataset, language and speaker from ``stats.json``; empty before the end of prepare.
+        stats: hours by dataset, language and speaker from ``stats.json``; empty until ``prepare`` is finished.
         voices: sampled utterances, each with the name of its group and its embedding.
-        measures: measures of all cuts; None before they are written.
+        measures: measures of all cuts; None until ``write`` is finished.
         context_uses: number of uses of each segment as context.
-        code_counts: frequency of each code in all segments by codec, shape (codebooks, codebook size).
+        code_counts: by codec, the frequency of each code in all segments, shape (codebooks, codebook size).
     """
 
     run_dir: RunDir
@@ -294,7 +295,7 @@ class Facts:
 
     @cached_property
     def all_measures(self) -> list[CutMeasures]:
-        """Available measures: of all cuts of the run, and of the sample."""
+        """Measures of all cuts of the run, followed by measures of the sample; each only if available."""
         found = (self.run.measures if self.run else None, self.sample.measures if self.sample else None)
         return [measures for measures in found if measures is not None]
 
@@ -305,7 +306,7 @@ class Facts:
 
     @property
     def sound(self) -> CutMeasures | None:
-        """Measures of audio: from the stages if available, otherwise from the sample; None without either."""
+        """Measures that include audio: from the run if available, otherwise from the sample; None without either."""
         return next((measures for measures in self.all_measures if measures.has_sound), None)
 
     @property
@@ -367,7 +368,7 @@ def read_run_facts(
         elif stage.kind == "write" and facts.totals:
             run.measures = measures
         elif stage.kind == "encode.segments" and facts.totals:
-            # The rows after the first are contexts, if the dataset has any.
+            # The rows after the first one are contexts, if the dataset has contexts.
             uses = np.bincount(np.ravel(map_stored_array(stage.product("encode.segments/numbers"))[1:]))
             run.context_uses = uses[uses > 0]
     about_run = Facts(
@@ -389,8 +390,8 @@ def read_run_facts(
 def _wrote_all(stages: Sequence[StageRun], shards: Sequence[ShardRecord]) -> bool:
     """Return True if the ledgers of a run contain all files of a dataset with these shards.
 
-    Otherwise a configuration of another user could name a dataset that only the present user may read, and its contents
-    would appear on a page in the other user's run directory.
+    Without this check, a configuration of another user could name a dataset that only the current user may read, and
+    its contents would appear on a page in the other user's run directory.
     """
     files = [file for stage in stages if stage.shares_root for file in committed_files(stage)]
     own = {FieldFile(file.name, file.size, file.xxh3) for file in files}
@@ -446,7 +447,7 @@ class _Stats(_Hours):
 
 
 def _examples(path: Path, reasons: dict[str, int]) -> dict[str, list[tuple[str, str]]]:
-    """Return the first rejects for each reason."""
+    """Return the first rejects for each reason: the detail of each reject, and the name of its record."""
     found = defaultdict[str, list[tuple[str, str]]](list)
     missing = sum(min(count, _EXAMPLES) for count in reasons.values())
     for reject in islice(read_records(path, Reject), _LINES_SEARCHED):

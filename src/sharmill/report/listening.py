@@ -38,7 +38,7 @@ _HOP: Final = 0.010
 _NUM_MELS: Final = 64
 _PICTURE_WIDTH: Final = 200
 _WAVE_COLUMNS: Final = 100
-# Colours from dark to bright, which are the same in both themes.
+# Colours of the spectrogram from dark to bright, the same in both themes.
 _PALETTE: Final = ((13, 17, 43), (59, 31, 107), (140, 41, 99), (221, 81, 58), (252, 165, 53), (252, 244, 190))
 
 # Values of a player for the template: role, audio and pictures as ``data:`` URLs, and length before shortening.
@@ -92,7 +92,7 @@ def mel_picture(samples: np.ndarray, sampling_rate: int) -> str:
 
 
 def make_listening(facts: Facts) -> Markup | None:
-    """Return the table; None without a dataset."""
+    """Return the listening table; None without cuts."""
     if facts.sample is None or facts.record is None:
         return None
     decoders, problems = _load_decoders(facts, facts.record.codecs)

@@ -1,6 +1,6 @@
 """The HTML page with all sections of the report, in one self-contained file.
 
-Writing it is the last step of a run; an error in it does not fail the run.
+Writing the page is the last step of a run; an error while writing it does not fail the run.
 """
 
 import base64
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# The order matters: page.js uses the library.
+# The order matters: ``page.js`` uses plotly.
 _SCRIPTS: Final = ("plotly-basic.min.js", "page.js")
 
 
@@ -40,7 +40,7 @@ def make_page(facts: "Facts") -> str:
     made = [(section, content) for section in sections if (content := section.make(facts)) is not None]
     templates = files("sharmill.report").joinpath("templates")
     scripts = [templates.joinpath(name).read_text() for name in _SCRIPTS]
-    # The browser runs only scripts with these digests, even if untrusted text should become an element.
+    # The browser runs only scripts with these digests, even if untrusted text were to become an HTML element.
     digests = [base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts]
     html = render(
         "page.html", facts=facts, sections=made, style=Markup(templates.joinpath("page.css").read_text()),

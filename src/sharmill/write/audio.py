@@ -1,4 +1,4 @@
-"""Audio of segments in stored form: copied, or decoded and encoded once."""
+"""Audio of segments as it is stored in a dataset: copied, or decoded and encoded once."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -37,7 +37,7 @@ class StoredAudio:
 def store_segments(
     config: WriteConfig, reader: SegmentReader, uses: Iterable[Segment]
 ) -> SegmentsOnce[bytes, StoredAudio]:
-    """Return the audio of segments in stored form: copied if the file has the right format, otherwise encoded."""
+    """Return the audio of segments for storage: copied if the file has the right format, otherwise encoded."""
 
     def may_copy(location: SegmentPlace) -> bool:
         info = location.info

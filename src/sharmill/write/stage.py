@@ -140,7 +140,7 @@ class DatasetPublication(Publication):
 
 
 def _before(run: StageRun) -> str:
-    """Return the stage whose manifest is written."""
+    """Return the name of the preceding stage, whose manifest is the input."""
     return "match" if run.config.has_contexts else "prepare"
 
 
@@ -152,7 +152,7 @@ def _match_facts(run: StageRun) -> dict[str, Any]:
 
 
 def _describe_clipping(commits: Sequence[Commit]) -> list[str]:
-    """Return a sentence about clipped samples, if there are any."""
+    """Return a list with a sentence about clipped samples; an empty list if none were clipped."""
     cuts = sum(commit.stats.get("clipped_cuts", 0) for commit in commits)
     clipped = sum(commit.stats.get("clipped_seconds", 0.0) for commit in commits)
     seconds = sum(commit.stats["seconds"] + commit.stats["context_seconds"] for commit in commits)
@@ -277,13 +277,13 @@ class WriteProcessor(Processor):
         offsets = self._offsets[unit.params["start"] : unit.params["stop"]]
         utterances = [Utterance.from_json(line) for line in read_lines_at(self._manifest, offsets)]
         for utterance in utterances if not self._has_contexts else ():
-            # A source may bring contexts, which are not part of a dataset without contexts.
+            # A source may provide contexts, but they do not belong in a dataset without contexts.
             utterance.custom = {key: value for key, value in utterance.custom.items() if key not in CONTEXT_KEYS}
         return utterances
 
 
 def _parts(utterance: Utterance) -> dict[str, tuple[Segment, str]]:
-    """Return the segments of an utterance and the ids of their Recordings, by audio field."""
+    """Return each segment of an utterance with the id of its Recording, by audio field."""
     parts = {TARGET_AUDIO: (utterance.segment, utterance.cut_id)}
     if (context := utterance.context) is not None:
         segment = context.segment
@@ -294,7 +294,7 @@ def _parts(utterance: Utterance) -> dict[str, tuple[Segment, str]]:
 def _store_all(
     audio: SegmentsOnce[bytes, StoredAudio], utterance: Utterance
 ) -> dict[str, tuple[Item, StoredAudio]] | RejectRecord:
-    """Return the items of an utterance by audio field, or the reason for rejecting it.
+    """Return each item of an utterance with its audio's properties, by audio field, or the reason for rejecting it.
 
     All segments are fetched even after an error, since ``SegmentsOnce`` counts their uses.
     """

@@ -26,7 +26,7 @@ _CONDITION: Final = re.compile(
 
 @dataclass(frozen=True)
 class Comparison:
-    """A condition on the value of ``key``: a number, or a text if ``limit`` is one."""
+    """Condition on the value of ``key``, which must be a text if ``limit`` is a text, and a number otherwise."""
 
     key: str
     symbol: str
@@ -38,9 +38,9 @@ class Comparison:
         )  # fmt: skip
 
     def fault(self, value: Any) -> str:
-        """Return why a value does not satisfy the condition, or an empty string if it does.
+        """Return the reason why a value does not satisfy the condition; an empty string if it does.
 
-        A value that is missing, not finite, or of another type than ``limit`` never satisfies it.
+        A value that is missing, not finite, or of a different type than ``limit`` never satisfies the condition.
         """
         kind, types = ("a text", str) if isinstance(self.limit, str) else ("a number", (int, float))
         is_finite = not isinstance(value, float) or math.isfinite(value)
@@ -52,7 +52,7 @@ class Comparison:
 
 
 def parse_comparison(key: str, text: str) -> Comparison | None:
-    """Return the comparison of ``key`` that a text such as ``<= 0.03`` states, or None if it states none."""
+    """Return the comparison of ``key`` in a text such as ``<= 0.03``; None if the text is not a comparison."""
     match = _RIGHT_SIDE.fullmatch(text)
     return Comparison(key, match[1], float(match[2])) if match else None
 
@@ -61,7 +61,7 @@ def parse_where(text: str) -> list[Comparison]:
     """Parse conditions joined by ``and``; nothing in the text is evaluated as code.
 
     Raises:
-        ConfigError: the text is not of this form.
+        ConfigError: the text does not have this form.
 
     >>> [str(one) for one in parse_where("dnsmos_ovrl > 3 and bandwidth >= 7.5 and kind == 'read'")]
     ['dnsmos_ovrl > 3', 'bandwidth >= 7.5', "kind == 'read'"]

@@ -82,10 +82,10 @@ REMEDIES: Final[dict[str, str]] = {
     "bad_codes": "the cuts are kept without these codes; try encode.precision=fp32 or another codec",
 }
 
-# Reasons that may be caused by a node that does not see the input, rather than by the record.
+# Reasons that may be caused by a node that cannot see the input, rather than by the record.
 REASONS_OF_NODES: Final = frozenset({"missing_audio"})
 
-# Reasons that do not indicate a problem of the input, so they do not count towards max_reject_fraction.
+# Reasons that do not indicate a problem with the input, so they do not count towards max_reject_fraction.
 HARMLESS_REASONS: Final = frozenset({"already_there"})
 
 # A code identifies a kind of error, independently of the wording; tests and callers compare codes.
@@ -170,7 +170,8 @@ CODES: Final[dict[str, str]] = {
 }
 
 
-# The user and password of a URL, and its query, which may be a signature; urllib3 prints only the path of a URL.
+# Parts of a URL that may be secret: user, password and query (which may be a signature). Messages of urllib3 contain
+# URLs without the host, such as "url: /path?query".
 _SECRETS: Final = re.compile(r"(://|\burl: (?=/))(?:[^/?#\s]*@)?((?:(?!://)[^\s?])*)(\?\S*[^\s'\")>\]}.,;:])?")
 
 
@@ -206,7 +207,7 @@ class SharmillError(Exception):
         self.code = code
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Pickling must not call the class, whose arguments may differ.
+        # Unpickling must not call the class, since a subclass may take other arguments.
         return copyreg.__newobj__, (type(self), *self.args), self.__dict__  # type: ignore[attr-defined]
 
 
@@ -283,8 +284,8 @@ _FURTHER_LINE: Final = re.compile(r"\n(?!  |\n|$)")
 _DEVICE_MESSAGES: Final = re.compile(
     r"(CUDA|HIP)( driver)? error|cuDNN error|cuFFT error|CU(DNN|BLAS|SOLVER|SPARSE)_STATUS_"
 )
-# cuDNN, cuFFT and oneDNN raise these errors if memory for a workspace or for code is short, but also if they have no
-# implementation for the device.
+# cuDNN, cuFFT and oneDNN raise these errors if there is too little memory for a workspace or for code, but also if they
+# have no implementation for the device.
 _MEMORY_OR_LIBRARY_MESSAGES: Final = (
     "nable to find an engine",
     "nable to find a valid cuDNN algorithm",

@@ -32,25 +32,26 @@ _MAX_LINE_BYTES: Final = 64 << 20
 _MAX_KEPT_BYTES: Final = 8 << 10
 # Linux cannot open longer paths.
 MAX_PATH: Final = 4096
-# Marks a ``duration`` that was read from the header of the audio, because the record had none.
+# Key that marks a ``duration`` that was read from the header of the audio, because the record had none.
 DURATION_FROM_HEADER: Final = "duration_from_header"
-# The id of a cut in its source, if the source keeps ids.
+# Key for the id of a cut in its source, if the source keeps ids.
 SOURCE_CUT_ID: Final = "source_cut_id"
 # Key of a record for the times of its words or phones; see ``fit_alignments``. In a cut, they become the alignment of
 # the supervision.
 ALIGNMENT: Final = "_alignment"
 _NOT_IN_IDS: Final = re.compile(r"[\s/\x00-\x1f\x7f]+")
 _MAX_ID: Final = 200
-# The original speaker tag, if the dataset stores its language in another form.
+# Key for the original speaker tag, if the dataset stores the tag's language in another form.
 ORIGINAL_TAG: Final = "original_speaker"
-# Keys by audio field for the share of samples that were clipped in writing; only cuts with clipped samples have them.
+# For each audio field, the key for the share of samples that were clipped in writing. Only cuts with clipped samples
+# have this key.
 CLIPPED_KEYS: Final = {"target_audio": "clipped_in_writing", "context_audio": "context_clipped_in_writing"}
 # The speaker tag of NeMo's text-to-speech data.
 _TAG: Final = re.compile(r"^\s*\|(.*)\|\s*$", re.DOTALL)
 _TAG_PARTS: Final = ("Language", "Dataset", "Speaker")
 # Keys that identify a record.
 SEGMENT_KEYS: Final = ("audio_filepath", "offset", "duration", DURATION_FROM_HEADER)
-# The order is the order of writing; the last two keys are optional.
+# Keys of a context, in the order in which they are written; the last two keys are optional.
 CONTEXT_KEYS: Final = (
     "context_audio_filepath",
     "context_audio_offset",
@@ -63,7 +64,8 @@ CONTEXT_KEYS: Final = (
 )
 # Optional internal keys.
 PLACE_KEYS: Final = ("_channel", "_member")
-# The last key ends the line, so that a checksum can leave it out without parsing the JSON.
+# Internal keys, in the order in which they are written. The last key ends the line, so that a checksum can leave it out
+# without parsing the JSON.
 OWN_KEYS: Final = (
     "_source",
     "_whole_file",
@@ -130,7 +132,7 @@ class AudioNotes:
         size: size of the file in bytes when ``prepare`` saw it; -1 if ``prepare`` did not see it.
         modified: modification time of the file at that time, in nanoseconds; -1 if unknown.
         checksum: checksum of the file's bytes or of the segment's samples, computed when the audio is first read; ""
-            before.
+            until then.
         sound: packed ``audio.sound.Sound`` of the segment, computed at the same time.
     """
 
@@ -152,7 +154,7 @@ class Member(NamedTuple):
         kind: "bytes" for a range of bytes, such as a member of a tar archive; "row:" and the name of a column for a row
             of a parquet or Arrow file.
         start: number of the first byte, or of the row.
-        size: size of the recording, an audio file, in bytes.
+        size: size of the recording's audio file in bytes.
     """
 
     container: str
@@ -169,7 +171,7 @@ class Segment:
         root: number of the audio root that ``audio_filepath`` is relative to.
         offset, duration: times in seconds.
         whole_file: the segment is the whole file, whatever its length, because the record had no offset.
-        channel: the channel to use of multi-channel audio.
+        channel: the channel of multi-channel audio to use.
         member: location in a container file; ``audio_filepath`` is then only a name.
     """
 
@@ -237,8 +239,8 @@ class Utterance:
     Attributes:
         segment: the audio.
         custom: all further keys, unchanged.
-        index: line number in the prepared manifest, from stage 1 on.
-        context: the context, from stage 1 on.
+        index: line number in the manifest of ``prepare``, from the stage ``match`` on.
+        context: the context, from the stage ``match`` on.
     """
 
     segment: Segment
@@ -352,7 +354,7 @@ def parse_speaker_tag(tag: str) -> SpeakerTag:
     match = _TAG.match(tag)
     words = match[1].split() if match else []
     parts = dict(word.split(":", 1) for word in words if ":" in word)
-    # A word without a colon means that a name contains a blank; ignoring the rest of the name could merge two speakers.
+    # A word without a colon means that a name contains a space; ignoring the rest of the name could merge two speakers.
     if not all(parts.get(name) for name in _TAG_PARTS) or not all(":" in word for word in words):
         raise RejectRecord(
             "bad_speaker",
@@ -363,10 +365,10 @@ def parse_speaker_tag(tag: str) -> SpeakerTag:
 
 
 def tagged_speaker(tag: str) -> str:
-    """Return the speaker of a tag; tags that sharmill wrote are not parsed completely.
+    """Return the speaker in a tag; tags in the form that sharmill writes are not parsed completely.
 
     Raises:
-        RejectRecord: as ``parse_speaker_tag``.
+        RejectRecord: as for ``parse_speaker_tag``.
 
     >>> tagged_speaker("| Language:en Dataset:d Speaker:anna |")
     'anna'
@@ -411,7 +413,7 @@ class Reject:
     Attributes:
         record: the parsed record, or the raw text if it cannot be parsed. A large record is reduced to a part, with a
             hash that identifies the whole.
-        source: number of the source of an original record; None if a stage has made its path relative.
+        source: number of the source, for a record as it is in the source; None if a stage has made its path relative.
     """
 
     stage: str

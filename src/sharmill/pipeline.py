@@ -1,4 +1,4 @@
-"""Runs of stages on one dataset: the entry point of the command line, of recipes and of cluster jobs."""
+"""Runs of stages on one dataset: the entry point for the command line, recipes and cluster jobs."""
 
 import logging
 import math
@@ -46,7 +46,7 @@ class DatasetResult:
     """Results of a run on one dataset.
 
     Attributes:
-        left: the steps of the dataset that are not finished.
+        left: the stages of the dataset that are not finished.
     """
 
     config: Config
@@ -147,10 +147,10 @@ def check_config(config: Config, stages: Sequence[str] | None = None, *, restart
 
 
 def take_back(config: Config, findings: Report, stages: Sequence[str], *, take_over: bool) -> None:
-    """Take back the commits of units that a validation found damaged; see ``take_back_commits``.
+    """Revoke the commits of units that a validation found damaged; see ``take_back_commits``.
 
     Raises:
-        ConfigError: the run of ``stages`` could not start, or jobs are left whose ranks work on the same units.
+        ConfigError: a run of ``stages`` could not start, or jobs that work on the same units are still in the queue.
     """
     check_config(config, stages)
     require_no_jobs(RunDir(Path(config.run_dir)), take_over=take_over)
@@ -158,7 +158,7 @@ def take_back(config: Config, findings: Report, stages: Sequence[str], *, take_o
 
 
 def _unfinished(config: Config, stages: Sequence[str], *, restart: bool) -> list[StageRun]:
-    """Return the stages that still have work to do, and therefore load their models."""
+    """Return the stages that still have work to do, and would therefore load their models."""
     return [stage for stage in make_stages(config, stages) if restart or not stage.dir.is_finished()]
 
 
@@ -185,7 +185,7 @@ def run_dataset(
         executor: the executor; the configured one by default.
         wait_seconds: how long to wait until another process releases the run directory.
         take_over: run even if SLURM cannot be asked about jobs that were submitted from the run directory. With
-            ``restart``, run even if other ranks are still at work, whose work is then discarded.
+            ``restart``, run even if other ranks are still working; their work is discarded.
         command: the command that resumes the run, as it can be typed in any folder.
         is_joining: only join a run that was started elsewhere; refuse a run that has failed.
 
@@ -243,10 +243,10 @@ def run_dataset(
 
 
 def _begin(config: Config, request: RunRequest, executor: Executor, *, restart: bool, take_over: bool) -> None:
-    """Start a run, or join it if other processes are at work. The caller holds the lock of the run directory.
+    """Start a run, or join it if other processes are working on it. The caller must hold the lock of the run directory.
 
     Raises:
-        ConfigError: other processes work on another configuration, or a restart is requested while they work.
+        ConfigError: other processes are working on another configuration, or are working while a restart is requested.
         FatalError: the run of this job has ended.
     """
     run_dir = RunDir(Path(config.run_dir))
@@ -289,11 +289,11 @@ def _run_stages(
     restart: bool,
     unlocked: Unlocked,
 ) -> list[tuple[StageRun, StageResult]]:
-    """Run stages until units of one fail or one is submitted, and return the results of the stages."""
+    """Run stages until units of a stage fail or a stage is submitted; return each of these stages with its result."""
     results = []
     chosen = make_stages(config, stages)
     if restart and stages:
-        # Ranks of a submission that was taken over would continue to publish output of the earlier input.
+        # Without this, ranks of a submission that was taken over would continue to publish output of the earlier input.
         kinds = [*stage_classes(config)]
         for stage in make_stages(config, kinds[kinds.index(stages[0]) :]):
             stop_ranks(stage)
@@ -327,7 +327,7 @@ def _restart_command(config: Config, stages: Sequence[str], changed: StageRun) -
 
 
 def _merge_rejects(config: Config) -> None:
-    """Write all rejects of the dataset so far, in the order of the stages; unfinished stages contribute finished units.
+    """Write all rejects of the dataset so far, in the order of the stages; an unfinished stage adds its finished units.
 
     Rejects whose cut stays in the dataset are written to a separate file, which exists only if there are any.
     """
@@ -350,8 +350,8 @@ def _check_accounts(config: Config, results: Sequence[tuple[StageRun, StageResul
     """Raise FatalError unless each stage received all records that the stage before it kept."""
     counted = [(stage, result.totals) for stage, result in results if result.totals and stage.counts == "records"]
     for number, (after, came) in enumerate(counted):
-        # Only the last of the stages that were read counts, since it has itself read the output of the earlier ones.
-        # The checker, which comes after all ("*"), reads the dataset.
+        # Compare only with the last stage whose output was read, since that stage has itself read the output of earlier
+        # stages. The checker, which comes after all other stages ("*"), reads the dataset.
         reads = after.declaration.after
         read = [one for one in counted[:number] if one[0].kind in reads or ("*" in reads and one[0].shares_root)]
         for before, totals in read[-1:]:
@@ -366,7 +366,7 @@ def _check_accounts(config: Config, results: Sequence[tuple[StageRun, StageResul
 
 @dataclass(frozen=True)
 class DatasetRun:
-    """Stages of one dataset to run, by default all; cluster jobs receive this object."""
+    """Stages of one dataset to run (by default, all of its stages); cluster jobs receive this object."""
 
     config: Config
     stages: tuple[str, ...] | None = None
@@ -384,7 +384,9 @@ class DatasetRun:
         return make_stages(self.config, self.stages)
 
     def run(self, executor: Executor, *, restart: bool, wait_seconds: float) -> RunOutcome | Submitted:
-        """Run the stages; see ``run_dataset``. If all are finished, append the shards to ``append_to``."""
+        """Run the stages; see ``run_dataset``. If all stages are finished without errors, append the shards to
+        ``append_to``.
+        """
         config = self.config
         result = run_dataset(
             config, Listener(), stages=self.stages, restart=restart, executor=executor, wait_seconds=wait_seconds
@@ -401,7 +403,7 @@ class DatasetRun:
         return ranks_of_use(self.config, stage, units)
 
     def show(self) -> None:
-        """Write the report of a finished run of all stages."""
+        """Write the report of the finished run, if it was a run of all stages."""
         if self.is_whole:
             # A driver job has little memory, so no model is loaded to decode codes.
             log.info("%s", report_on_run(self.config, make_stages(self.config), decode=False))

@@ -20,11 +20,11 @@ def prefetch(
 ) -> Iterator[Result]:
     """Yield the results of a function in the order of the items, computing results ahead of their use.
 
-    Threads are sufficient, since decoding and resampling release the interpreter's lock. An error of the function is
-    raised in place of its result.
+    Threads are sufficient, since decoding and resampling release the GIL. An error of the function is raised in place
+    of its result.
 
     Args:
-        threads: number of threads; up to this many items are always in progress.
+        threads: number of threads; up to this many items are in progress regardless of their weight.
         ahead: limit on the total weight of the items that are in progress or waiting to be used.
         weigh: function that returns the weight of an item.
     """

@@ -29,16 +29,16 @@ class StageRate(msgspec.Struct, frozen=True, kw_only=True):
     Costs are in the stage's unit of cost: seconds of audio, or records.
 
     Attributes:
-        name: the key of the stage, including a codec.
-        device: the kind of device of its ranks; "" if it needs only a core.
-        seconds_per_cost: rank seconds.
-        seconds_to_start: additional time: starting ranks, loading models, planning and finishing.
-        bytes_per_cost: bytes of published files.
+        name: the key of the stage, such as ``encode/mimi``.
+        device: the kind of device of the ranks; "" if the stage needs only a core.
+        seconds_per_cost: rank seconds per unit of cost.
+        seconds_to_start: additional seconds for starting ranks, loading models, planning and finishing.
+        bytes_per_cost: bytes of published files per unit of cost.
         cost_per_record: cost per record of the input, from which the cost of an unplanned stage is estimated.
         records_per_record: records that enter the stage, per record of the input.
         records_per_unit: mean number of records in a unit.
-        decoding_per_cost: core seconds of decoding outside the model.
-        model_per_cost: device seconds of the model.
+        decoding_per_cost: core seconds of decoding outside the model, per unit of cost.
+        model_per_cost: device seconds of the model, per unit of cost.
     """
 
     name: str
@@ -68,7 +68,7 @@ class _Pilot(msgspec.Struct):
 
 
 def measure_rates(stages: Sequence[StageRun], num_records: int) -> list[StageRate]:
-    """Return the rates of all stages that have finished units; ``num_records`` is the size of the input."""
+    """Return the rates of all stages that have finished units; ``num_records`` is the number of input records."""
     found = []
     for stage in stages:
         if not stage.dir.units.exists():
@@ -99,10 +99,11 @@ def decoding_seconds(commit: Commit) -> float:
 
 
 def _seconds_to_start(stage: StageRun, commits: dict[int, Commit]) -> float:
-    """Return the time of a stage minus the time of its busiest rank; 0 if the stage was interrupted.
+    """Return the seconds of a stage minus the seconds of its busiest rank; 0 if the stage is unfinished or was
+    interrupted.
 
-    The time of a stage is measured by the file system's clock, from its plan, which is its first file, to the record of
-    its end.
+    The time of a stage is measured by the file system's clock, from the plan, which is its first file, to the file that
+    records its end.
     """
     started = [rank.started for rank in read_progress(stage.ranks.progress)]
     if not stage.dir.done.exists() or not started:
@@ -201,7 +202,7 @@ def predict(
             expected *= 1.0 if stage.cost_unit == "records" else audio_ratio
             count = _count_units(config, stage, rate, num_records, expected)
             costs = [expected / count] * count
-        # No more ranks than units are started.
+        # There are never more ranks than units.
         used = min(count_ranks(config, stage), len(costs))
         busiest = max((sum(costs[unit] for unit in units) for units in pack(costs, used)), default=0.0) if used else 0.0
         found.append(StagePrediction(
@@ -230,7 +231,7 @@ def _count_units(config: Config, stage: StageRun, rate: StageRate, num_records: 
 
 
 def expect_seconds(config: Config, stages: Sequence[StageRun]) -> dict[str, float]:
-    """Return the expected seconds of the remaining work on this machine by stage name, for stages with a known rate.
+    """Return, by stage name, the expected seconds of the remaining work on this machine, for stages with a known rate.
 
     The rates come from finished units of the run, or from its pilot.
 

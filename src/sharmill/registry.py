@@ -27,7 +27,7 @@ _IMPORTABLE: Final = re.compile(r"python:[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 
 
 def add_current_folder() -> None:
-    """Add the current folder to the module search path, in last place so that its modules do not replace others."""
+    """Add the current folder to the end of the module search path, where its modules do not shadow others."""
     if (folder := str(Path.cwd())) not in sys.path and "" not in sys.path:
         sys.path.append(folder)
 
@@ -181,7 +181,7 @@ STAGES: Final = Registry(
     },
     base="sharmill.engine.stage:Stage",
 )
-# Further rounds of steps; users only see the name of the step.
+# Further rounds of stages; users see only the name of the stage.
 ROUNDS: Final = Registry(
     "round of a stage",
     "",
@@ -253,7 +253,7 @@ SECTIONS: Final = Registry(
 )
 
 
-# Extras that install optional packages, by names of modules and packages.
+# Extras that install optional packages, by the names of modules or packages.
 _EXTRAS: Final = {
     "av": "formats", "espeakng_loader": "demo", "nemo": "nemo", "nemo_toolkit": "nemo", "peft": "speechlm2",
     "prometheus_client": "prometheus", "pyarrow": "parquet", "ray": "ray", "resemblyzer": "resemblyzer",

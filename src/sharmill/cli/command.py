@@ -29,8 +29,8 @@ _OVERRIDE = re.compile(r"[\w.\[\]-]*=")
 
 
 def combine_exit_codes(statuses: Iterable[int]) -> int:
-    """Return one exit status for several datasets: the most serious of theirs."""
-    # A dataset that was not processed is more serious than findings in one that was.
+    """Return one exit status for several datasets: the most serious one."""
+    # A dataset that could not be processed is more serious than a dataset with findings.
     return max(statuses, key=(OK, FINDINGS, ConfigError.exit_status, FAILED).index, default=OK)
 
 
@@ -76,7 +76,7 @@ def make_console() -> Console:
 
     It prints nothing with ``--quiet`` or ``--json``.
     """
-    # A log file has no width, and rich would assume 80 columns.
+    # Without a terminal, rich would assume 80 columns.
     fixed = None if (sys.stdout is not None and sys.stdout.isatty()) or "COLUMNS" in os.environ else 120
     return Console(highlight=False, width=fixed, quiet=has_option("quiet") or has_option("json"))
 
@@ -85,7 +85,7 @@ def echo(text: str, style: str = "", *, err: bool = False) -> None:
     """Print text on one line, however long it is; print nothing with ``--quiet`` or ``--json``.
 
     Args:
-        err: print to stderr, because the text is not a result of the command.
+        err: print to stderr, for text that is not a result of the command.
     """
     console = make_console()
     console.stderr = err
@@ -161,11 +161,11 @@ def _print_rows(table: Table, rows: Iterable[Iterable[str | Text]]) -> None:
 
 
 def describe_cost(*costs: float, records: bool) -> str:
-    """Return costs of units as text, all with the precision of the last one.
+    """Return costs of units as text, with as many decimals for all as suit the last one.
 
     Args:
         costs: seconds of audio or numbers of records: the finished part, the total, or both in this order.
-        records: the costs are numbers of records.
+        records: True if the costs are numbers of records.
 
     >>> describe_cost(970.0, 1940.0, records=False)
     '0.269/0.539 h'
@@ -191,7 +191,7 @@ def describe_time(seconds: float) -> str:
 
 
 def describe_sum(what: str, seconds: Sequence[float | None]) -> str:
-    """Return the total time left of several parts; an empty string if no time is known.
+    """Return the time left for several parts together, as text; an empty string if no time is known.
 
     >>> describe_sum("run", [60.0, None])
     'run: at least 0:01:00 left'
@@ -214,7 +214,7 @@ def resolve_stages(names: Sequence[str]) -> list[str]:
 
 
 def current_name(name: str, advice: str = "") -> str:
-    """Return the present name of a stage; print a message if an earlier version used another name.
+    """Return the current name of a stage; print a message if the given name is from an earlier version.
 
     Args:
         advice: text that is appended to the message.
@@ -229,7 +229,8 @@ def split_arguments(arguments: Sequence[str]) -> tuple[list[str], list[str], lis
     """Split arguments into configuration files, ``key=value`` overrides and other names.
 
     Raises:
-        ConfigError: no configuration file is named, or an argument is not UTF-8 and cannot be written to run files.
+        ConfigError: no configuration file is named, or an argument is not UTF-8 and could not be written to the files
+            of a run.
     """
     foreign = [argument for argument in arguments if _SURROGATE.search(argument)]
     refuse((foreign, f"{' '.join(foreign)} is not UTF-8: rename the file, or name a link to it"), code="bad_usage")
@@ -251,7 +252,7 @@ def load_configs(
         single: the command takes exactly one configuration.
 
     Raises:
-        ConfigError: no configuration, too many configurations, or an argument of another kind.
+        ConfigError: no configuration or too many are named, or an argument is neither a configuration nor an override.
     """
     paths, overrides, names = split_arguments(arguments)
     taken, more = ("one configuration", [*names, *paths[1:]]) if single else ("configurations", names)
@@ -274,7 +275,7 @@ def parse_workers(context: click.Context, parameter: click.Parameter, text: str 
 
 
 def parse_pairs(context: click.Context, parameter: click.Parameter, texts: Sequence[str]) -> dict[str, str]:
-    """Return the values by key of a repeatable ``KEY=VALUE`` option."""
+    """Return the values of a repeatable ``KEY=VALUE`` option, by key."""
     pairs = {text: text.partition("=") for text in texts}
     refuse(
         *(

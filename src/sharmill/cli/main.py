@@ -93,7 +93,7 @@ class GroupedCommands(click.Group):
                 formatter.write_dl([(name.ljust(width), line) for name, (_, line) in commands.items()])
 
 
-# Click suggests similar names from ``commands`` after a typing error.
+# Click suggests similar names from ``commands`` for a misspelled command.
 @click.group(
     cls=GroupedCommands, commands=dict.fromkeys(_ALL), context_settings={"help_option_names": ["-h", "--help"]}
 )
@@ -131,7 +131,7 @@ def main(arguments: Sequence[str] | None = None) -> Any:
     except (KeyboardInterrupt, click.Abort):
         click.echo("Interrupted. Finished work is kept; run the same command again to resume.", err=True)
         sys.stdout.flush()
-        # Model libraries take seconds to shut down, and nothing is left to do.
+        # Exit at once: model libraries would take seconds to shut down, and nothing is left to do.
         os._exit(SharmillError.exit_status)
     except SharmillError as error:
         click.echo(f"Error: {describe_error(error)}", err=True)

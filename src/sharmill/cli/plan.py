@@ -39,11 +39,11 @@ from sharmill.prepare.check import PrepareConfig
 from sharmill.rates import StagePrediction, count_ranks, find_rates, predict
 from sharmill.training.buckets.batch_size import make_budget
 
-# Codes of the errors of stages whose input an earlier stage has still to write.
+# Error codes of stages whose input has not yet been written by an earlier stage.
 _EARLIER_OUTPUT_MISSING = ("stage_not_run", "no_dataset")
 # FLAC speech at 16 to 24 kHz takes 15 to 35 kB per second, and codes add little: this estimate is on the safe side.
 _BYTES_PER_SECOND = 40_000
-# A calibration tries a hundred thresholds: every fifth one is printed, and the recommended one.
+# A calibration tries a hundred thresholds; only the recommended one and every fifth one are printed.
 _PRINTED_STEP = 5
 
 
@@ -72,7 +72,7 @@ def _print_measurements(config: Config) -> None:
     device = "cuda" if visible_gpus() else "cpu"
     make_deterministic()
     memory = make_budget("cuda:0" if device == "cuda" else device, 1.0, None).size
-    # Section key, name and measurement of each model.
+    # For each model: the key of its section, its name, and its measurement.
     found: list[tuple[str, str, Measurement]] = []
     if (match := config.find(MatchConfig)) is not None:
         encoder = load_speaker_encoder(match.encoder, device, precision=match.precision, **match.options)
@@ -123,8 +123,8 @@ def print_plan(
 ) -> list[StagePrediction]:
     """Print a row for each stage that can be planned now, and a line for each stage whose input is missing.
 
-    Time and cost follow, predicted from the rates of the run directory ``earlier``, or of the configuration's own run
-    directory by default. With ``verbose``, each round of a step has a row.
+    Then print the time and cost, predicted from the rates in the run directory ``earlier``, or in the configuration's
+    own run directory by default. With ``verbose``, print a row for each round of a stage.
 
     Returns:
         the predictions.
@@ -182,7 +182,7 @@ def print_plan(
 
 
 def _print_prediction(predictions: Sequence[StagePrediction], source: str, gpu_hour: float | None) -> None:
-    """Print a row for each stage and one for the total.
+    """Print the predictions: a row for each stage, and a row for the total.
 
     Args:
         source: the origin of the rates, as text.
@@ -215,7 +215,7 @@ def _print_prediction(predictions: Sequence[StagePrediction], source: str, gpu_h
 
 
 def describe_cores(wanted: Mapping[str, int | None]) -> str:
-    """Return the number of cores per GPU at which decoding keeps up with the model, for each stage that uses a GPU.
+    """Return, as text, the cores per GPU with which decoding keeps up with the model, for each stage that uses a GPU.
 
     >>> describe_cores({"match": 6, "write": None, "encode": 2})
     'cores needed to keep one GPU busy: match 6, encode 2'
@@ -235,7 +235,7 @@ def describe_hours(hours: float) -> str:
 
 @click.command()
 @click.argument("arguments", nargs=-1, required=True, metavar="CONFIG [KEY=VALUE...]")
-# The limit keeps the matrix of all pairwise similarities below 2 GB.
+# The limit on --records keeps the matrix of all pairwise similarities below 2 GB.
 @click.option("--records", "size", type=click.IntRange(2, 10_000), default=1000, show_default=True,
               help="Number of records in the sample, which consists of whole speaker groups.")  # fmt: skip
 @click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Random seed of the sample.")
@@ -306,7 +306,7 @@ def _print_thresholds(advice: Advice, *, are_copies: bool) -> None:
     rows = []
     for place, one in enumerate(advice.thresholds):
         chosen = one == recommended
-        # A threshold with the same result as the next printed one is left out.
+        # Leave out a threshold that has the same result as the next one that is printed.
         following = advice.thresholds[place + _PRINTED_STEP :][:1]
         is_repeated = any((one.context_share, one.wrong_share) == (n.context_share, n.wrong_share) for n in following)
         if chosen or (place % _PRINTED_STEP == 0 and not is_repeated):

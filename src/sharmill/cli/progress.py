@@ -39,10 +39,10 @@ class ProgressListener(Listener):
     ) -> None:  # fmt: skip
         self._console = console = console or make_console()
         self._clock = clock
-        # The rounds of a step share its name.
+        # All rounds of a stage have the same name.
         self._names = list(dict.fromkeys(names))
         self._expected = expected or {}
-        # The view of each stage so far, with a description of its time. Another thread draws them, so the pairs are
+        # The view of each stage so far, with a description of its time. Another thread draws this list, so each pair is
         # replaced as a whole.
         self._views: list[tuple[StageView, str]] = []
         self._began = self._next_view = self._last_printed = 0.0
@@ -86,7 +86,7 @@ class ProgressListener(Listener):
             newest = max((rank.written for rank in ranks), default=0.0)
             view = view_stage(self._stage, self._units, self._commits, ranks, newest)
             self._views[-1] = view, self._describe_left(view, now - self._began)
-            # Computing a view of 100,000 units takes a quarter of a second: at most 5 % of the time is spent on it.
+            # Computing a view of 100,000 units takes a quarter of a second, so spend at most 5 % of the time on views.
             self._next_view = now + max(_SECONDS_BETWEEN_VIEWS, 20 * (self._clock() - now))
         if now - self._last_printed >= self._seconds_between_lines:
             self._last_printed = now
@@ -107,7 +107,9 @@ class ProgressListener(Listener):
             self._print_line(self._line())
 
     def _describe_left(self, view: StageView, elapsed: float) -> str:
-        """Return the time left. Before it is known, return the elapsed time, or what the ranks are waiting for."""
+        """Return the time left as text; before it is known, the elapsed time, or that the ranks are loading or
+        starting.
+        """
         if view.seconds_left is not None:
             return f"{describe_time(view.seconds_left)} left"
         if view.cost_done <= self._cost_before and not any(rank.ready for rank in view.ranks):
@@ -115,12 +117,12 @@ class ProgressListener(Listener):
         return f"for {describe_time(elapsed)}"
 
     def _place(self) -> str:
-        """Return the number of the current stage and of all stages, or an empty string."""
+        """Return the number of the current stage and the number of stages, as text; "" if the stages were not named."""
         name = self._views[-1][0].name
         return f" (stage {self._names.index(name) + 1} of {len(self._names)})" if name in self._names else ""
 
     def _describe_run_left(self) -> str:
-        """Return the time left of the whole run; an empty string in the last stage, or if no time is known."""
+        """Return the time left for the whole run, as text; "" in the last stage, or if no time is known."""
         view = self._views[-1][0] if self._views else None
         later = self._names[self._names.index(view.name) + 1 :] if view is not None and view.name in self._names else []
         if view is None or not later:

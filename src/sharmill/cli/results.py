@@ -36,7 +36,7 @@ _ACCOUNTS: Final = ("records found as cuts", "records found among the rejects", 
 def print_result(result: DatasetResult) -> None:
     """Print the summary of a run on one dataset: records by stage, rejects by reason, failed units."""
     columns = ("stage", "in", "out", "rejects", "processed", "target audio")
-    # Each step has one row, and each failed round of a step has its own.
+    # Each stage has one row, and each failed round of a stage has a row of its own.
     shown = [(stage, outcome) for stage, outcome in result.stages if is_main(stage.kind) or outcome.totals is None]
     print_table(result.config.name, columns, [_accounts(stage, outcome) for stage, outcome in shown or result.stages])
     echo(
@@ -103,10 +103,10 @@ def _accounts(stage: StageRun, outcome: StageResult) -> list[str | Text]:
 
 
 def print_report(report: Report, json_file: str | None = None) -> None:
-    """Print findings by kind, each with examples and its remedy, and the checks that were and were not made.
+    """Print findings by kind, each kind with examples and a remedy; then print what was and was not checked.
 
     Args:
-        json_file: file for the whole report.
+        json_file: file to which the whole report is written.
     """
     shown = (name for name in report.checked if name.startswith("cuts without "))
     names = [*(name for name in _SHOWN_COUNTS if name in report.checked), *shown]

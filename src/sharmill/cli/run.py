@@ -70,7 +70,7 @@ def conclude(results: Sequence[tuple[int, dict[str, Any]]]) -> int:
 def for_each_dataset(
     items: Iterable[tuple[str, T]], step: Callable[[T], tuple[int, dict[str, Any]]]
 ) -> list[tuple[int, dict[str, Any]]]:
-    """Call a function for each dataset, and return its exit statuses and JSON results.
+    """Call a function for each dataset, and return the exit status and the JSON result of each.
 
     An error is printed with the name of its dataset. The remaining datasets are still processed.
     """
@@ -85,7 +85,7 @@ def for_each_dataset(
 
 
 def command_line(*words: str) -> str:
-    """Return a shell command that works in any folder, although its paths are relative to the current one."""
+    """Return a shell command that works in any folder, although its paths are relative to the current folder."""
     return f"cd {shlex.quote(str(Path.cwd()))} && {shlex.join(['sharmill', *words])}"
 
 
@@ -117,7 +117,7 @@ def run(
         overrides.append(f"executor.workers={workers}")
     configs = [load_config(path, overrides) for path in paths]
     named = read_redo_report(redo, configs, restart=restart)
-    # The commands must work in any folder, although paths in configurations are relative to the current one.
+    # The commands must work in any folder, although paths in configurations are relative to the current folder.
     commands = [command_line("run", str(Path(path).absolute()), *names, *overrides) for path in paths]
     return conclude(run_configs(configs, stages, restart=restart, redo=named, take_over=take_over, commands=commands))
 
@@ -137,13 +137,13 @@ def run_configs(
     configs: Sequence[Config], stages: Sequence[str] | None, *, restart: bool = False, redo: Report | None = None,
     take_over: bool = False, commands: Sequence[str] = (), is_joining: bool = False, json_file: str | None = None,
 ) -> list[tuple[int, dict[str, Any]]]:  # fmt: skip
-    """Run stages of one dataset after another, and return their exit statuses and JSON results.
+    """Run stages for each dataset in turn, and return the exit status and the JSON result of each.
 
     Args:
         stages: kinds of stages; None for all.
         commands: for each dataset, the command that resumes its run.
         is_joining: add workers to runs that were started elsewhere.
-        json_file: file for the report of the checker.
+        json_file: file to which the report of the checker is written.
     """
 
     def run_one(pair: tuple[Config, str]) -> tuple[int, dict[str, Any]]:
@@ -223,7 +223,7 @@ def read_redo_report(path: str | None, configs: Sequence[Config], *, restart: bo
         code="bad_usage",
     )
     report = read_report(Path(path))
-    # Reports of earlier versions name the round that writes codes into shards.
+    # Reports of earlier versions name the round that writes codes to shards, instead of the stage.
     names = {name: display_name(current_name(name)) for name in sorted({unit.stage for unit in report.units_to_repeat})}
     units = {msgspec.structs.replace(unit, stage=names[unit.stage]) for unit in report.units_to_repeat}
     return msgspec.structs.replace(report, units_to_repeat=sorted(units))

@@ -124,11 +124,11 @@ class RunView:
     """State of a run: its stages, its outcome if it has ended, and its jobs in SLURM's queue.
 
     Attributes:
-        views: views of the steps, in order.
-        rounds: views of all rounds of the steps.
+        views: views of the stages that are shown, in order.
+        rounds: views of ``stages``, in which each round of a stage is separate.
         end: the outcome; None while the run is in progress.
         problem: the reason why the jobs are unknown, or an empty string.
-        asked: ``time.monotonic`` of the last query to SLURM.
+        asked: ``time.monotonic()`` at the last query to SLURM.
         readers: readers of the stages by key; a later view reads only what has changed.
     """
 
@@ -180,7 +180,7 @@ def read_run(path: Path, before: RunView | None = None) -> RunView:
     rounds = [readers[stage.key].read(queued=queued) for stage in stages]
     is_done = all(view.state == "done" for view in rounds)
     end = run_dir.read_outcome()
-    # The lock is held while the first jobs are planned and submitted, which takes some time.
+    # While the lock is held, the run has not failed: planning and submitting the first jobs takes some time.
     if waits and not queued and not is_done and lock_owner(run_dir.path) is None:
         given = run_dir.read_request()
         again = f": {given.command}" if given is not None and given.command else ""
@@ -191,7 +191,7 @@ def read_run(path: Path, before: RunView | None = None) -> RunView:
 
 
 def _read_runs(wanted: Sequence[tuple[Path, RunView | None]]) -> tuple[list[RunView], list[SharmillError]]:
-    """Return the runs that can be read, and the errors of the others, which are printed.
+    """Return the runs that can be read and the errors of all other runs, and print these errors.
 
     Args:
         wanted: run directories, each with an earlier view of its run or None.
@@ -293,7 +293,7 @@ def _print_stages(run: RunView) -> None:
 
 
 def _print_sums(run: RunView, gpu_hour: float | None) -> None:
-    """Print the time left of all stages if one is in progress, and the worker time spent so far."""
+    """Print the time left for all stages if one is in progress, and the worker time spent so far."""
     left = [view for view in run.views if view.state != "done"]
     if len(left) > 1 and any(view.state == "under way" for view in left):
         # The number of ranks of a future stage is known only if it runs on this machine.
@@ -341,7 +341,7 @@ def _print_pace(view: StageView, pace: Pace, *, verbose: bool) -> None:
 
 
 def _print_jobs(run: RunView) -> None:
-    """Print a line for each kind and state of jobs, with the reason for waiting; or that the jobs are unknown."""
+    """Print a line for each kind and state of jobs, with the reason why they wait; or that the jobs are unknown."""
     names = {"rank": "rank job", "advance": "driver job", "second": "backup driver job"}
     groups: dict[tuple[str, str, str], list[str]] = {}
     for job in run.jobs:
@@ -427,11 +427,11 @@ def cancel(run_dir: Path) -> None:
     require_original(paths)
     queued, live = queued_jobs(paths), _find_processes(paths)
     if queued or live:
-        # The mark comes first, so that no driver submits further jobs.
+        # Mark the run as cancelled first, so that no driver job submits further jobs.
         _mark(paths)
     jobs = cancel_jobs(paths)
     if live:
-        # Processes, also on other hosts, look for the mark every few seconds and may just have submitted jobs.
+        # Processes on this and other hosts check for the mark every few seconds, and may have submitted more jobs.
         _wait_for_processes(paths, jobs)
         jobs = sorted({*jobs, *cancel_jobs(paths)}, key=int)
         echo(f"stopped: {describe_workers(live)}")
@@ -458,7 +458,7 @@ def _find_processes(run_dir: RunDir, ended_jobs: Sequence[str] = ()) -> list[str
     """Return a description of each process that may be working on a run or holds the lock of its run directory.
 
     Args:
-        ended_jobs: jobs that SLURM has confirmed as ended, with their ranks. Their locks expire by themselves.
+        ended_jobs: jobs that SLURM has confirmed as ended. Their ranks have ended too, and their locks expire.
     """
     owner, live = lock_owner(run_dir.path), find_workers(run_dir, ranks=not ended_jobs)
     if owner is None or owner.is_known_dead() or owner.job in {f"{SLURM_JOB}{job}" for job in ended_jobs}:
@@ -467,7 +467,7 @@ def _find_processes(run_dir: RunDir, ended_jobs: Sequence[str] = ()) -> list[str
 
 
 def _mark(run_dir: RunDir) -> None:
-    """Record that a run is cancelled, unless it has ended."""
+    """Record that a run is cancelled, unless it has an outcome already."""
     if run_dir.read_outcome() is None:
         run_dir.note_outcome(
             RunOutcome(state="cancelled", message=f"cancelled by {user_name()}; finished work is kept")

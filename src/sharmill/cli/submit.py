@@ -99,7 +99,7 @@ def submit(
     options = ["--profile", profile_file] if profile else []
     runs = []
     for path, config in zip(paths, configs, strict=True):
-        # The command must work in any folder, although paths in configurations are relative to the current one.
+        # The command must work in any folder, although paths in configurations are relative to the current folder.
         again = command_line("submit", *(names or ["all"]), str(Path(path).absolute()), *overrides, *options)
         run = DatasetRun(config, tuple(choose_stages(config, stages)))
         runs.append((run, SlurmExecutor(run, loaded, again, profile_file, restart=restart, take_over=take_over)))
@@ -118,7 +118,7 @@ def submit(
 def _show_submission(run: DatasetRun, jobs: SlurmExecutor, *, verbose: bool) -> tuple[int, dict[str, Any]]:
     """Print and return the jobs of the first unfinished stage of a dataset, with their sbatch scripts.
 
-    The jobs of later stages depend on the outcome of this one, so only their resource is known.
+    The jobs of later stages depend on the outcome of this stage, so only their limits are printed.
     """
     config = run.config
     check_config(config, run.stages)
@@ -151,7 +151,7 @@ def _show_submission(run: DatasetRun, jobs: SlurmExecutor, *, verbose: bool) -> 
 
 
 def _describe_balance(stage: StageRun, units: Sequence[Unit], jobs: SlurmExecutor, num_ranks: int) -> list[str]:
-    """Return sentences about the jobs of a stage: the ranks, their load, and the jobs that wait for them."""
+    """Return sentences about the jobs of a stage: the ranks, their load, and the jobs that run after them."""
     backup = "a backup driver job, which runs only if that fails (afternotok)"
     if not num_ranks:
         return [
@@ -171,7 +171,7 @@ def _describe_balance(stage: StageRun, units: Sequence[Unit], jobs: SlurmExecuto
 
 
 def _start(jobs: SlurmExecutor) -> tuple[int, dict[str, Any]]:
-    """Submit the remaining work of a dataset."""
+    """Submit the remaining work of a dataset, and return the exit status and the JSON result."""
     name, outcome = jobs.dataset.name, jobs.start()
     echo(f"{name}: {outcome.message}")
     if isinstance(outcome, Submitted):
@@ -180,7 +180,7 @@ def _start(jobs: SlurmExecutor) -> tuple[int, dict[str, Any]]:
 
 
 def _finish(jobs: SlurmExecutor, started: tuple[int, dict[str, Any]]) -> tuple[int, dict[str, Any]]:
-    """Wait until the submitted run of a dataset ends."""
+    """Wait until the submitted run of a dataset ends, and return the exit status and the JSON result."""
     if started[1].get("state") != "waiting":
         return started
     name, end = jobs.dataset.name, wait_for_end(jobs.run_dir)

@@ -132,7 +132,7 @@ def tune_batch(bins_text: str, **options: Any) -> None:
 
 @contextmanager
 def _errors_of_data() -> Iterator[None]:
-    """Convert errors of data, also from worker processes of the loader, to errors with a one-line message.
+    """Convert errors in the data, including those from the loader's worker processes, to one-line errors.
 
     The message of an error from a worker process is a traceback that ends with the original error.
     """

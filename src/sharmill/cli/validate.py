@@ -92,7 +92,7 @@ def validate(
         code="bad_usage",
     )
     _require_recheck(models, level)
-    # Only the records are read, no audio, so the root in a source has no effect.
+    # Only the records are read, not the audio, so ``audio_root`` of a source has no effect.
     sources = tuple(
         TableSource(table=name, delimiter=delimiter_of(name), audio_root=".")
         if unpacked_name(name).lower().endswith((".csv", ".tsv"))

@@ -95,7 +95,7 @@ def to_config(values: dict[str, Any], origin: str) -> Config:
 def to_yaml(config: Config) -> bytes:
     """Return the whole configuration with defaults as YAML that ``load_config`` can read.
 
-    References to the environment are not resolved, since it may contain secrets.
+    References to environment variables are not resolved, since the variables may contain secrets.
     """
     from omegaconf import OmegaConf
 
@@ -130,7 +130,7 @@ def _options_of(owner: Any) -> str:
 def _read_merged(
     path: Path, overrides: Sequence[str], *, for_display: bool = False
 ) -> tuple[dict[str, Any], References]:
-    """Return the values of a file after the overrides, and their references.
+    """Return the values of a file with the overrides applied, and the references in them.
 
     Args:
         for_display: treat the file as untrusted, and resolve no references.
@@ -194,7 +194,7 @@ def _read_merged(
 
 
 def _replaced_keys(overrides: Iterable[tuple[str, str]]) -> Iterator[str]:
-    """Yield the keys of a file that are replaced because an override sets an alternative of them."""
+    """Yield the keys of a file to set to null, because an override sets a mutually exclusive key."""
     given: dict[str, Any] = {}
     for key, text in overrides:
         value = _parse_override(key, text)
@@ -225,7 +225,7 @@ def load_untrusted_yaml(stream: IO[bytes], origin: str) -> dict[Any, Any]:
 
     Raises:
         ConfigError: the file is larger than 1 MiB, nested deeper than 100 levels, or not a mapping; or it has aliases,
-            with which a few lines can expand to more than the memory.
+            with which a few lines can expand to more than the memory can hold.
         yaml.YAMLError: the file is not YAML, or has Python tags.
     """
     data = stream.read(_MAX_BYTES + 1)
@@ -286,9 +286,10 @@ def _to_typed(
 
 
 def _make(kind: Any, value: Any, place: str, origin: str, *, for_display: bool = False) -> Any:
-    """Return the typed value of a key at a path such as ``sources[0]``.
+    """Return a plain value converted to the type ``kind``.
 
     Args:
+        place: path of the value, such as ``sources[0]``.
         for_display: leave out unknown keys and options of models.
     """
     owner = _without_null(kind, value)
@@ -343,7 +344,9 @@ def _make_section(kind: Any, values: dict[Any, Any], place: str, origin: str, *,
 
 
 def _make_sections(types: dict[str, Any], made: dict[str, Any], origin: str) -> dict[str, Any]:
-    """Return the sections of stages, in the order of the stages; missing sections get defaults unless optional."""
+    """Return the sections of stages, in the order of the stages; missing sections get defaults unless they are
+    optional.
+    """
     sections: dict[str, Any] = {}
     for key in (key for key in types if key not in get_type_hints(Config)):
         if key in made:
@@ -385,7 +388,9 @@ def _check_controls(value: Any, origin: str, key: str) -> None:
 
 
 def check_one_line(text: str, what: str) -> None:
-    """Raise ConfigError if text contains control characters, since it is written to lines of scripts and manifests."""
+    """Raise ConfigError if text contains control characters, since it may become part of a line in a script or
+    manifest.
+    """
     if found := _CONTROL.search(text):
         raise ConfigError(
             f"{what} contains the control character {found[0]!r}: use one line of plain text", code="bad_config_value"
@@ -458,7 +463,7 @@ def _executor_name(values: Any) -> str:
 
 
 def _with_options(kind: Any, types: dict[str, Any], values: Any, origin: str) -> dict[str, Any]:
-    """Return the types of the keys of a section, with the options of its model.
+    """Return the types of the keys of a section, including the options of its model.
 
     Raises:
         ConfigError: the model does not exist, or one of its options has the name of a key of the section.

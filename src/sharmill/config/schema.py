@@ -29,7 +29,8 @@ NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 NAME_RULE: Final = "must start with a letter or digit and contain only letters, digits, '_', '-' and '.'"
 
 _VARIABLE: Final = re.compile(r"\$\{\s*oc\.env\s*:\s*([^\s,:{}]+)")
-# Shorter values are not searched for in texts that derive from the configuration, where they may occur by chance.
+# Minimum length of a variable's value that is replaced in texts derived from the configuration; shorter values may
+# occur in them by chance.
 _MIN_CHARACTERS: Final = 4
 
 
@@ -83,7 +84,7 @@ class MetricsConfig:
 
 @dataclass(frozen=True)
 class References:
-    """References of a configuration to environment variables, which are stored in place of their values.
+    """References of a configuration to environment variables. They are stored in place of the variables' values.
 
     The values may be secrets. Ranks receive and use them, but the stored configuration, the identities of plans and the
     index of a dataset contain the names of the variables instead.
@@ -108,7 +109,8 @@ class References:
     def unresolved(cls, values: Any) -> tuple[Any, "References"]:
         """Return values for display in which references are not resolved, and the references.
 
-        Names and paths are replaced by the text of their references. Other keys are dropped and get their defaults.
+        Names and paths are replaced by the text of their references. All other keys with references are dropped and get
+        their defaults.
         """
         written = _references_in(values)
 
@@ -130,9 +132,8 @@ class References:
         """Return the identity of a stage's plan without values of environment variables.
 
         A value at the path of a reference is replaced by its original text. Paths start at the whole configuration or
-        at the section. In all other texts, which may derive from several keys, the values of variables are searched and
-        replaced by their names. Part of a SHA-256 digest of the value is appended, so that a changed value changes the
-        identity.
+        at the section. In all other texts, which may derive from several keys, the values of variables are replaced by
+        their names. Part of a SHA-256 digest of the value is appended, so that a changed value changes the identity.
         """
         if not self.written:
             return identity
@@ -188,7 +189,9 @@ def _walk(
 
 
 def _named(texts: Iterable[str], *, unset: bool = False) -> dict[str, str]:
-    """Return the names of the variables in texts by value; ``unset`` includes variables without a value."""
+    """Return the names of the variables in texts, by the variables' values; ``unset`` includes variables without a
+    value.
+    """
     names = sorted({name for text in texts for name in _VARIABLE.findall(text)}, reverse=True)
     return {os.environ.get(name, ""): name for name in names if os.environ.get(name) or unset}
 
@@ -304,7 +307,7 @@ class Config:
 
     @property
     def has_contexts(self) -> bool:
-        """Return True if the dataset gets contexts."""
+        """Return True if the dataset has contexts."""
         return any(one.makes_contexts for one in self._sections())
 
     def _sections(self) -> list[StageSection]:

@@ -12,8 +12,8 @@ from sharmill.errors import ConfigError
 from sharmill.files.atomic import write_atomic
 from sharmill.files.checksums import checksum_bytes
 
-# First line of demo.yaml, with the checksum of the remaining lines. It shows if a user has edited the file, which must
-# then not be replaced.
+# First line of demo.yaml, with the checksum of the remaining lines. It shows whether a user has edited the file; an
+# edited file must not be replaced.
 _MARK: Final = "# Written by sharmill demo, with the checksum {}.\n"
 
 
@@ -61,7 +61,7 @@ def next_steps(config: Config, command: str = "sharmill") -> str:
     """Return suggestions for the user after the demo, as lines for the terminal.
 
     Args:
-        command: the command with which sharmill can be called.
+        command: the command that calls sharmill.
     """
     context = ", cut.load_context_audio().shape" if config.has_contexts else ""
     return f"""

@@ -24,7 +24,7 @@ from sharmill.demo.espeak import Espeak, VoiceSettings
 from sharmill.errors import ConfigError, refuse
 from sharmill.files.atomic import make_folder, open_folder_atomic
 
-# The version must be raised whenever the files of the corpus change, so that an old corpus is not reused.
+# Increase the version whenever the files of the corpus change, so that an old corpus is not reused.
 _VERSION: Final = 2
 _MANIFEST: Final = "manifest.json"
 _AUDIO_ROOT: Final = "audio"
@@ -48,8 +48,8 @@ _LENGTHS: Final = ("long", "medium", "longest", "medium", "long", "short", "long
 _MAX_WORDS: Final = 30
 _SLOT: Final = re.compile(r"\{(\w+)\}")
 
-# Rate, pitch and pitch range of each speaker. Among espeak's variants, these twelve are separated best by the speaker
-# encoder resemblyzer: of all selections of twelve, their most similar pair is the least similar.
+# Voice, rate, pitch and pitch range of each speaker. Of all selections of twelve espeak variants, the speaker encoder
+# resemblyzer separates this one best: its most similar pair has the lowest similarity.
 VOICES: Final[dict[str, VoiceSettings]] = {
     "ada": VoiceSettings("en-us+f5", 170, 54, 55),
     "ben": VoiceSettings("en+david", 175, 45, 50),
@@ -267,7 +267,7 @@ def _build(directory: Path, *, num_voices: int, utterances_per_voice: int, seed:
     rng = random.Random(seed)
 
     def speak(speaker: Speaker) -> SpokenText:
-        """Return the next sentence whose duration is within the limits when this speaker says it."""
+        """Return the speaker's speech for the next sentence for which its duration is within the limits."""
         while (samples := speaker.say(text := next(texts))) is None:
             pass
         return SpokenText(directory / _AUDIO_ROOT, speaker, text, samples)
@@ -275,7 +275,7 @@ def _build(directory: Path, *, num_voices: int, utterances_per_voice: int, seed:
     good: list[Record] = []
     for index, speaker in enumerate(speakers):
         own, suffix = [speak(speaker) for _ in range(utterances_per_voice)], ".wav" if index % 3 == 2 else ".flac"
-        # Every sixth speaker has files with whole sessions, all other speakers have one file per utterance.
+        # Every sixth speaker has files with whole sessions; all other speakers have one file per utterance.
         if index % 6 == 1:
             good += _write_sessions(own, suffix=suffix)
         else:
@@ -283,7 +283,7 @@ def _build(directory: Path, *, num_voices: int, utterances_per_voice: int, seed:
             good += [said.write(f"{name}/{name}_{number:04d}{suffix}") for number, said in enumerate(own)]
     good = [_add_optional_keys(record, index, rng) for index, record in enumerate(good)]
 
-    # There is one bad record of each kind, which is named by ``demo_defect``; _NOT_JSON is a line that is not JSON.
+    # There is one bad record of each kind. ``demo_defect`` names its kind, except for _NOT_JSON, which is not JSON.
     solo = speak(Speaker("solo", _SOLO_VOICE, espeak, seed=seed))
     bad: list[Record | str] = [
         defect.make(speak(speaker)) | {"demo_defect": name}

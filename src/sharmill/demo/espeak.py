@@ -1,4 +1,4 @@
-"""Speech synthesis for the demo corpus, with the necessary calls of libespeak-ng through ctypes.
+"""Speech synthesis for the demo corpus with libespeak-ng, which is called through ctypes.
 
 The library and its data come from the package ``espeakng-loader``, which is imported when an ``Espeak`` object is
 created. The voices of the corpus are defined in ``corpus``.
@@ -35,7 +35,7 @@ _SynthCallback = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(ctypes.c_short), 
 
 @dataclass(frozen=True)
 class VoiceSettings:
-    """Settings of a voice, in the units of espeak.
+    """Settings of a voice, in espeak's units.
 
     Args:
         name: language and variant, such as ``en-us+f5``; variants are files in ``voices/!v`` of espeak's data.
@@ -118,7 +118,7 @@ class Espeak:
 
 @contextlib.contextmanager
 def _fresh_library(path: str) -> Iterator[ctypes.CDLL]:
-    """Load the library for the duration of a context.
+    """Load the library, and unload it at the end of the context.
 
     The library keeps flutter and wave phase in static variables that neither espeak_Initialize nor
     espeak_SetVoiceByName resets, so each utterance would depend on earlier ones. Loading takes about 5 ms.

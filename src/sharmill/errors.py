@@ -221,7 +221,7 @@ def refuse(*problems: tuple[object, str], code: str = "bad_config_value") -> Non
     """Raise ConfigError for the first problem that exists.
 
     Args:
-        problems: pairs of a condition, which is true if the problem exists, and a message.
+        problems: pairs (condition, message); the condition is true if the problem exists.
     """
     for exists, problem in problems:
         if exists:
@@ -250,7 +250,7 @@ def refuse_record(*problems: tuple[object, str, str]) -> None:
     """Raise RejectRecord for the first problem that exists.
 
     Args:
-        problems: triples of a condition, which is true if the problem exists, a reason and a detail.
+        problems: triples (condition, reason, detail); the condition is true if the problem exists.
     """
     for exists, reason, detail in problems:
         if exists:

@@ -87,7 +87,7 @@ _decoder = msgspec.json.Decoder()
 
 
 class _AlignmentItem(NamedTuple):
-    """Word or phone with its time in seconds; a JSON array, as in lhotse."""
+    """Word or phone with its start and duration in seconds; encoded as a JSON array, as in lhotse."""
 
     symbol: str
     start: float
@@ -450,7 +450,7 @@ def recording_id(audio_filepath: str, channel: Channel = None) -> str:
 
 
 def segment_id(recording: str, offset: float, duration: float) -> str:
-    """Return the id of a segment of a recording, with two decimals of the times in seconds."""
+    """Return the id of a segment of a recording, which contains the times in seconds with two decimals."""
     return f"cut-{recording}-{offset:.2f}-{duration:.2f}"
 
 

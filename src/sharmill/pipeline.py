@@ -293,7 +293,7 @@ def _run_stages(
     results = []
     chosen = make_stages(config, stages)
     if restart and stages:
-        # Without this, ranks of a submission that was taken over would continue to publish output of the earlier input.
+        # Ranks of a submission that was taken over must stop; otherwise they would publish output of the earlier input.
         kinds = [*stage_classes(config)]
         for stage in make_stages(config, kinds[kinds.index(stages[0]) :]):
             stop_ranks(stage)
@@ -327,7 +327,7 @@ def _restart_command(config: Config, stages: Sequence[str], changed: StageRun) -
 
 
 def _merge_rejects(config: Config) -> None:
-    """Write all rejects of the dataset so far, in the order of the stages; an unfinished stage adds its finished units.
+    """Write all rejects of the dataset so far, in the order of stages, including finished units of unfinished stages.
 
     Rejects whose cut stays in the dataset are written to a separate file, which exists only if there are any.
     """
@@ -384,9 +384,7 @@ class DatasetRun:
         return make_stages(self.config, self.stages)
 
     def run(self, executor: Executor, *, restart: bool, wait_seconds: float) -> RunOutcome | Submitted:
-        """Run the stages; see ``run_dataset``. If all stages are finished without errors, append the shards to
-        ``append_to``.
-        """
+        """Run the stages; see ``run_dataset``. If all finish without errors, append the shards to ``append_to``."""
         config = self.config
         result = run_dataset(
             config, Listener(), stages=self.stages, restart=restart, executor=executor, wait_seconds=wait_seconds

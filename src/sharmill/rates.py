@@ -99,8 +99,7 @@ def decoding_seconds(commit: Commit) -> float:
 
 
 def _seconds_to_start(stage: StageRun, commits: dict[int, Commit]) -> float:
-    """Return the seconds of a stage minus the seconds of its busiest rank; 0 if the stage is unfinished or was
-    interrupted.
+    """Return how many seconds a stage took beyond its busiest rank; 0 if it is unfinished or was interrupted.
 
     The time of a stage is measured by the file system's clock, from the plan, which is its first file, to the file that
     records its end.
@@ -250,7 +249,7 @@ def expect_seconds(config: Config, stages: Sequence[StageRun]) -> dict[str, floa
 
 
 def ranks_of_use(config: Config, stage: StageRun, units: Sequence[Unit]) -> int:
-    """Return the largest number of ranks for which each has at least ``executor.least_seconds_per_rank`` of work.
+    """Return the largest number of ranks that each get at least ``executor.least_seconds_per_rank`` of work.
 
     If no rate is known, this is the number of units.
     """

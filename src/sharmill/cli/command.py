@@ -76,7 +76,7 @@ def make_console() -> Console:
 
     It prints nothing with ``--quiet`` or ``--json``.
     """
-    # Without a terminal, rich would assume 80 columns.
+    # A console without a terminal would have 80 columns by default.
     fixed = None if (sys.stdout is not None and sys.stdout.isatty()) or "COLUMNS" in os.environ else 120
     return Console(highlight=False, width=fixed, quiet=has_option("quiet") or has_option("json"))
 
@@ -161,7 +161,7 @@ def _print_rows(table: Table, rows: Iterable[Iterable[str | Text]]) -> None:
 
 
 def describe_cost(*costs: float, records: bool) -> str:
-    """Return costs of units as text, with as many decimals for all as suit the last one.
+    """Return costs of units as text; the last cost determines the number of decimals.
 
     Args:
         costs: seconds of audio or numbers of records: the finished part, the total, or both in this order.
@@ -191,7 +191,7 @@ def describe_time(seconds: float) -> str:
 
 
 def describe_sum(what: str, seconds: Sequence[float | None]) -> str:
-    """Return the time left for several parts together, as text; an empty string if no time is known.
+    """Return the sum of the times left for several parts, as text; an empty string if no time is known.
 
     >>> describe_sum("run", [60.0, None])
     'run: at least 0:01:00 left'

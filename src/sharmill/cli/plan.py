@@ -215,7 +215,7 @@ def _print_prediction(predictions: Sequence[StagePrediction], source: str, gpu_h
 
 
 def describe_cores(wanted: Mapping[str, int | None]) -> str:
-    """Return, as text, the cores per GPU with which decoding keeps up with the model, for each stage that uses a GPU.
+    """Return, as text, how many cores per GPU each stage needs for decoding to keep up with the model.
 
     >>> describe_cores({"match": 6, "write": None, "encode": 2})
     'cores needed to keep one GPU busy: match 6, encode 2'

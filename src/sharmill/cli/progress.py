@@ -107,9 +107,7 @@ class ProgressListener(Listener):
             self._print_line(self._line())
 
     def _describe_left(self, view: StageView, elapsed: float) -> str:
-        """Return the time left as text; before it is known, the elapsed time, or that the ranks are loading or
-        starting.
-        """
+        """Return the time left as text, or else the elapsed time; before any progress, "loading" or "starting"."""
         if view.seconds_left is not None:
             return f"{describe_time(view.seconds_left)} left"
         if view.cost_done <= self._cost_before and not any(rank.ready for rank in view.ranks):

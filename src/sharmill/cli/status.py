@@ -458,7 +458,7 @@ def _find_processes(run_dir: RunDir, ended_jobs: Sequence[str] = ()) -> list[str
     """Return a description of each process that may be working on a run or holds the lock of its run directory.
 
     Args:
-        ended_jobs: jobs that SLURM has confirmed as ended. Their ranks have ended too, and their locks expire.
+        ended_jobs: jobs that SLURM has confirmed as ended, so their ranks have ended too. Their locks will expire.
     """
     owner, live = lock_owner(run_dir.path), find_workers(run_dir, ranks=not ended_jobs)
     if owner is None or owner.is_known_dead() or owner.job in {f"{SLURM_JOB}{job}" for job in ended_jobs}:

@@ -225,7 +225,7 @@ def load_untrusted_yaml(stream: IO[bytes], origin: str) -> dict[Any, Any]:
 
     Raises:
         ConfigError: the file is larger than 1 MiB, nested deeper than 100 levels, or not a mapping; or it has aliases,
-            with which a few lines can expand to more than the memory can hold.
+            which let a few lines expand to more than fits into memory.
         yaml.YAMLError: the file is not YAML, or has Python tags.
     """
     data = stream.read(_MAX_BYTES + 1)
@@ -344,9 +344,7 @@ def _make_section(kind: Any, values: dict[Any, Any], place: str, origin: str, *,
 
 
 def _make_sections(types: dict[str, Any], made: dict[str, Any], origin: str) -> dict[str, Any]:
-    """Return the sections of stages, in the order of the stages; missing sections get defaults unless they are
-    optional.
-    """
+    """Return the sections of stages, in the order of the stages, with defaults for missing sections that are required."""
     sections: dict[str, Any] = {}
     for key in (key for key in types if key not in get_type_hints(Config)):
         if key in made:
@@ -388,9 +386,7 @@ def _check_controls(value: Any, origin: str, key: str) -> None:
 
 
 def check_one_line(text: str, what: str) -> None:
-    """Raise ConfigError if text contains control characters, since it may become part of a line in a script or
-    manifest.
-    """
+    """Raise ConfigError if a text that becomes part of a line of a script or manifest contains control characters."""
     if found := _CONTROL.search(text):
         raise ConfigError(
             f"{what} contains the control character {found[0]!r}: use one line of plain text", code="bad_config_value"

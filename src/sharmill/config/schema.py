@@ -189,9 +189,7 @@ def _walk(
 
 
 def _named(texts: Iterable[str], *, unset: bool = False) -> dict[str, str]:
-    """Return the names of the variables in texts, by the variables' values; ``unset`` includes variables without a
-    value.
-    """
+    """Return the names of the variables in texts, by value; ``unset`` includes variables without a value."""
     names = sorted({name for text in texts for name in _VARIABLE.findall(text)}, reverse=True)
     return {os.environ.get(name, ""): name for name in names if os.environ.get(name) or unset}
 

@@ -1,4 +1,4 @@
-"""Demo: a synthetic corpus, its configuration, and the folders of its run and dataset in one place."""
+"""Demo: a synthetic corpus, its configuration, its run directory and its dataset, all in one folder."""
 
 from collections.abc import Callable, Sequence
 from importlib.resources import as_file, files

@@ -267,7 +267,7 @@ def _build(directory: Path, *, num_voices: int, utterances_per_voice: int, seed:
     rng = random.Random(seed)
 
     def speak(speaker: Speaker) -> SpokenText:
-        """Return the speaker's speech for the next sentence for which its duration is within the limits."""
+        """Return the speaker's speech for the next sentence; skip sentences whose speech is too short or too long."""
         while (samples := speaker.say(text := next(texts))) is None:
             pass
         return SpokenText(directory / _AUDIO_ROOT, speaker, text, samples)

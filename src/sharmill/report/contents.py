@@ -45,7 +45,7 @@ _TITLES: Final = {
     "bandwidth": ("Bandwidth of targets", "kHz, highest frequency of speech"),
 }
 _OF_AUDIO: Final = frozenset(Sound._fields) | {"context_speech_level", "loudness_difference"}
-# Up to this number, ranks are shown individually; otherwise their distribution is shown.
+# Maximum number of ranks to show individually; for more ranks, the distribution is shown.
 _MOST_RANKS: Final = 40
 _GRID: Final = Markup('<div class="grid2">{}</div>')
 
@@ -120,7 +120,7 @@ def _draw(name: str, found: Histogram, label: str, color: int) -> tuple[Markup, 
     scale = SCALES[name]
     together = math.ceil(len(found.counts) / _MOST_BARS)
     first, counts = _take_together(found, together)
-    # If there are only a few bins, add empty bins around them; otherwise their bars would be too wide.
+    # Add empty bins around a small number of bins, whose bars would otherwise be too wide.
     wanted = max(0, (_FEWEST_BARS - len(counts)) // 2)
     before, after = min(wanted, first), min(wanted, math.ceil(scale.num_bins / together) - first - len(counts))
     counts = [0] * before + counts + [0] * after

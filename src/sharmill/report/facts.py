@@ -266,7 +266,7 @@ class Facts:
         absence: the reason why the report does not cover the dataset; empty if it does.
         run: facts of the run directory; None without one.
         models: codecs that may be loaded to decode codes: name in the dataset -> model named by the user.
-        decode: load codecs to decode codes.
+        decode: True if codecs may be loaded to decode codes.
     """
 
     name: str
@@ -301,7 +301,7 @@ class Facts:
 
     @property
     def measures(self) -> CutMeasures | None:
-        """Measures of all cuts if available, otherwise of the sample."""
+        """Measures of all cuts if available, otherwise of the sample; None without either."""
         return next(iter(self.all_measures), None)
 
     @property
@@ -317,12 +317,12 @@ class Facts:
 
     @property
     def origin_of_run(self) -> str:
-        """Phrase for the cuts that the numbers of the run directory cover."""
+        """Phrase that names the cuts that the numbers from the run directory cover."""
         return "the cuts of this run, a part of the dataset" if self.has_other_cuts else "all cuts"
 
     @property
     def origin(self) -> str:
-        """Phrase for the cuts that ``measures`` cover."""
+        """Phrase that names the cuts that ``measures`` covers."""
         if self.run is not None and self.run.measures is not None:
             return self.origin_of_run
         return self.sample.describe() if self.sample else "nothing"
@@ -352,8 +352,8 @@ def read_run_facts(
 
     Args:
         stages: all stages of the run.
-        models: codecs that may be loaded, by name in the dataset.
-        decode: load codecs to decode codes.
+        models: models of codecs that may be loaded, by name of the codec in the dataset.
+        decode: True if codecs may be loaded to decode codes.
     """
     run_dir, dataset_dir = RunDir(Path(config.run_dir)), Path(config.dataset_dir)
     run = RunFacts(run_dir, read_stored(run_dir.config).decode(errors="replace"))

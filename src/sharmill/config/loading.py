@@ -344,7 +344,7 @@ def _make_section(kind: Any, values: dict[Any, Any], place: str, origin: str, *,
 
 
 def _make_sections(types: dict[str, Any], made: dict[str, Any], origin: str) -> dict[str, Any]:
-    """Return the sections of stages, in the order of the stages, with defaults for missing sections that are required."""
+    """Return the sections of stages in the order of the stages; missing sections that are required get defaults."""
     sections: dict[str, Any] = {}
     for key in (key for key in types if key not in get_type_hints(Config)):
         if key in made:

@@ -102,7 +102,7 @@ def make_listening(facts: Facts) -> Markup | None:
     size = left_out = 0
     for pair in facts.sample.pairs:
         try:
-            # Codes are decoded only for random pairs, since all other pairs were chosen for their audio.
+            # Decode codes only for random pairs, since all other pairs were chosen for reasons unrelated to codes.
             clips = list(_clips(pair.stored, facts.record, decoders if RANDOM in pair.reasons else []))
         except (DamagedShard, RejectRecord) as error:
             problems.append(f"{pair.stored.cut.get('id')}: {error}")

@@ -63,7 +63,7 @@ TAKEN = [
 
 # Given settings, the code of the error, and words of its message.
 REFUSED = [
-    ({"input_cfg": [OURS | {"dataset": "???"}]}, "missing_key", ["input_cfg[0].dataset is ???"]),
+    ({"input_cfg": [OURS | {"dataset": "???"}]}, "missing_key", ["input_cfg[0].dataset has no value (???)"]),
     ({"input_cfg": "no/such.yaml"}, "missing_input", ["no/such.yaml"]),
     ({"batch_size": "two"}, "bad_config_value", ["batch_size", "'two'"]),
     ({"batch_size": None}, "missing_key", ["batch_duration, batch_size"]),

@@ -314,7 +314,7 @@ def _number_values(values: Iterable[Hashable], numbers: dict[Any, int] | None = 
     """Return an integer id for each value, int64 (N,); equal values get the same id.
 
     Args:
-        numbers: ids assigned in advance, by value; new ids are counted from its size.
+        numbers: ids assigned in advance, by value; new ids begin at the size of this dict.
     """
     numbers = {} if numbers is None else numbers
     return np.array([numbers.setdefault(value, len(numbers)) for value in values], dtype=np.int64)
@@ -331,13 +331,13 @@ def _stack(rows: list[Any]) -> Any:
 
 
 def _with_context(utterance: Utterance, context: Context) -> Utterance:
-    """Return the utterance with this context, and without the context keys of its record."""
+    """Return the utterance with this context, but without the context keys of its record."""
     custom = {key: value for key, value in utterance.custom.items() if key not in CONTEXT_KEYS}
     return replace(utterance, custom=custom, context=context)
 
 
 def _bad_context(reject: RejectRecord) -> RejectRecord:
-    """Return the RejectRecord of a record whose given context is unusable for the reason in ``reject``."""
+    """Return a RejectRecord for a record whose given context is unusable for the reason in ``reject``."""
     return RejectRecord("bad_context", f"the context given in the record: {reject.reason}: {reject.detail}")
 
 

@@ -21,7 +21,7 @@ from sharmill.models.batches import pad, padded_batches
 from sharmill.models.device import DeviceClock
 from sharmill.models.memory import MemoryGuard
 
-# Number of embeddings in the sample for the whole dataset, and maximum per speaker group.
+# Number of embeddings in the sample for the whole dataset, and maximum number per speaker group.
 _WANTED_VOICES: Final = 1500
 _VOICES_PER_GROUP: Final = 12
 
@@ -102,7 +102,7 @@ class Embedder:
         self.feeders = Feeders(make, self.num_feeders, weigh=attrgetter("seconds"), ahead=ahead)
 
     def close(self) -> None:
-        """End the feeders."""
+        """Stop the feeders."""
         self.feeders.close()
 
     def __call__(
@@ -213,7 +213,7 @@ def _draw(unit_id: str, name: str) -> int:
 
 
 def pack_voice(embedding: Any) -> str:
-    """Encode an embedding (D,), an array or a tensor, as base64 text, with values quantized to 1/127 of the largest."""
+    """Encode an array or a tensor (D,) as base64 text, with values quantized in steps of 1/127 of the largest."""
     values = np.asarray(embedding.cpu() if hasattr(embedding, "cpu") else embedding, np.float32)
     steps = np.rint(values * (127 / max(float(np.abs(values).max(initial=0.0)), 1e-9)))
     return base64.b64encode(steps.astype(np.int8).tobytes()).decode()

@@ -56,7 +56,7 @@ def divide(
 
 
 def write_candidates(path: Path, dataset: Path, root: int, speaker_key: SpeakerKey) -> np.ndarray:
-    """Write a dataset's cuts as lines of a manifest, and return the columns of the lines, ``stages.lines.LINE`` (N,).
+    """Write a dataset's cuts as lines of a manifest, and return their columns (N,), of dtype ``stages.lines.LINE``.
 
     The lines have the original paths and times, but refer to the audio stored in the tars of the dataset.
 

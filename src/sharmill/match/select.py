@@ -28,8 +28,8 @@ _Embeddings = TypeVar("_Embeddings", "NDArray[Any]", "torch.Tensor")
 _IndexArray = NDArray[np.int64]
 
 _STEPS: Final = 2.0**24  # steps per unit of similarity: every multiple of 2**-24 in [-1, 1] is exact in float32
-_BLOCK_ELEMENTS: Final = 2**21  # 16 MiB of float64, which fit in the cache and are large enough for a fast product
-_GPU_BLOCK_ELEMENTS: Final = 2**27  # 1 GiB of float64, so that there are few kernel launches and each does much work
+_BLOCK_ELEMENTS: Final = 2**21  # 16 MiB of float64: small enough for the cache, and large enough for a fast product
+_GPU_BLOCK_ELEMENTS: Final = 2**27  # 1 GiB of float64: few kernel launches, each with much work
 _MIN_BLOCK_ROWS: Final = 64  # smaller blocks would read the candidates from memory too often
 _MICROSECONDS: Final = 1e6
 _WORD: Final = re.compile(r"[\w']+")

@@ -54,14 +54,14 @@ from sharmill.stages.speaker_key import make_speaker_key
 # is lost if a rank dies. With 50 units per rank (20,000 h on 1,024 ranks), all ranks finish within 2 % of each other.
 _UNITS_WANTED = 64
 _UNIT_SECONDS: Final = (60.0, 1200.0)
-# This limits the number of claim files in a folder, which has one per unit. The units of a million hours of audio then
-# have ten hours each.
+# This limits the number of claim files in a folder, since each unit has one. For a million hours of audio, each unit
+# then has ten hours.
 _MAX_UNITS = 100_000
 CANDIDATES: Final = "candidates.jsonl"
 CANDIDATE_OFFSETS: Final = "candidates.npy"
-# Chosen from 8, 16, 32, 60 and 600 s by measurements with a small TitaNet and resemblyzer. Compared with 16 s, batches
-# of 8 s take a fifth longer, batches of 32 and 60 s gain almost nothing, and batches of 600 s spend most of the time on
-# page faults.
+# Chosen from 8, 16, 32, 60 and 600 s, based on measurements with a small TitaNet and resemblyzer. Compared with 16 s,
+# batches of 8 s take a fifth longer, batches of 32 and 60 s gain almost nothing, and batches of 600 s spend most of the
+# time on page faults.
 _CPU_BATCH_SECONDS = 16.0
 
 
@@ -124,7 +124,7 @@ class MatchStage(Stage):
             seconds, firsts[order], unit_seconds=_unit_seconds(match, float(seconds.sum(dtype=np.float64))),
             max_group=match.max_group,
         )  # fmt: skip
-        # Lines with this number or a higher one are candidates from the existing dataset.
+        # Lines with this or a higher number are candidates from the existing dataset.
         further = {"num_records": num_records} if match.contexts_from_dataset else {}
         number = 0
         for start, stop in spans:
@@ -192,7 +192,7 @@ _Begun = tuple[list[list[Utterance]], dict[int, Context | RejectRecord], Pending
 
 
 class MatchProcessor(AheadProcessor[_Begun]):
-    """A processor that chooses contexts within the speaker groups of each unit, in one rank.
+    """The processor of one rank, which chooses contexts within the speaker groups of each unit.
 
     Args:
         device_kind: kind of the encoder's device.

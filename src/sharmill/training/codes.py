@@ -136,14 +136,14 @@ def text_of(cut: MonoCut, field: str) -> str | None:
 def recording_of(cut: MonoCut) -> Recording | None:
     """Return the recording that contains the target's audio; None if there is none.
 
-    This is the cut's own recording if it holds the target's audio in memory, and otherwise the custom field.
+    This is the cut's own recording if it holds the target's audio in memory, and otherwise the one in the custom field.
     """
     field = (cut.custom or {}).get(TARGET_AUDIO)
     own = cut.recording
     if own is None or not all(source.type in _LOADED for source in own.sources):
         return field
-    # ``open_shar`` provides the same audio as the recording and as the field. The recording is preferred, because
-    # lhotse perturbs only the recording.
+    # ``open_shar`` provides the same audio twice, as the recording and in the field. The recording is preferred,
+    # because lhotse perturbs only the recording.
     same = field is None or all(a.source is b.source for a, b in zip(own.sources, field.sources, strict=False))
     return own if same else field
 
@@ -321,8 +321,8 @@ def load_target(cut: MonoCut, codec: CodecForm) -> np.ndarray:
     """
     array = (cut.custom or {}).get(TARGET_CODES)
     if isinstance(array, TemporalArray):
-        # Other tools compute the frame shift from each cut's duration, so its error adds up to less than one frame per
-        # cut.
+        # Other tools compute the frame shift from each cut's duration, so its error adds up to less than one frame over
+        # a whole cut.
         frames = array.shape[array.temporal_dim]
         refuse_example(
             (abs(array.frame_shift - codec.frame_shift) * frames > 2 * codec.frame_shift,

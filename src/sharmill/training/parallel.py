@@ -33,7 +33,7 @@ R = TypeVar("R")
 
 
 class ChildEnded(Exception):
-    """Error for a child process that ended before it sent a message; its text comes from ``describe_exit``."""
+    """Raised if a child process ends before it sends a message; the error's text comes from ``describe_exit``."""
 
 
 class ChildProcess(SpawnProcess):
@@ -129,8 +129,8 @@ def parallel_map(
 
     Args:
         items: cuts, or any other items.
-        fn: function of one item, which must not affect other items. For processes, the function, the items and the
-            results must be picklable; numpy arrays are transferred faster than tensors.
+        fn: function that is applied to one item at a time; a call must not affect other items. For processes, the
+            function, the items and the results must be picklable; numpy arrays are transferred faster than tensors.
         num_workers: number of threads or processes. Torch operations that use all cores gain nothing from more workers.
             Before using threads, call ``torch.set_num_threads(1)``; processes do this themselves.
         kind: ``process`` starts new processes for each iteration, which takes seconds if they import torch. Each worker
@@ -209,7 +209,7 @@ def _worker_processes(fn: Callable[[T], R], num_workers: int) -> Iterator[Callab
 
     Items and results are pickled and sent through one pipe per process. Thus no queue or intermediate thread can block,
     and no tensor in shared memory disappears with the process that created it. The processes import the function's
-    modules in the background. All processes must be idle when the context exits, which waits for them to end.
+    modules in the background. All processes must be idle when the context exits; exiting waits for them to end.
 
     Raises:
         Exception: the function cannot be pickled.

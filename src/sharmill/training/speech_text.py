@@ -286,7 +286,7 @@ def _same_codebooks(rows: list[np.ndarray], cuts: list[MonoCut]) -> list[np.ndar
 
 
 def _tags_of(examples: Sequence[Any], names: Sequence[str]) -> list[dict[str, Any]]:
-    """Return for each example a dict of the requested tags that it has."""
+    """Return, for each example, a dict of the requested tags that it has."""
     customs = [example.custom or {} for example in examples]
     return [{name: custom[name] for name in names if name in custom} for custom in customs]
 
@@ -300,7 +300,7 @@ def _padded(
         name, lengths: keys of the two tensors in the result.
         value: value of the padding.
         at_least: minimum of ``longest``.
-        multiple: ``longest`` is rounded up to a multiple of this.
+        multiple: ``longest`` is rounded up to a multiple of this number.
     """
     sizes = [row.shape[-1] for row in rows]
     longest = -(-max(*sizes, at_least) // multiple) * multiple

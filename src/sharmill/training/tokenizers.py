@@ -88,7 +88,7 @@ def load_callable(name: str, what: str) -> Callable[..., Any]:
     """Load the callable that ``name`` specifies as ``module:attribute``.
 
     Args:
-        what: what the callable is for, in error messages.
+        what: purpose of the callable, for error messages.
 
     Raises:
         ConfigError: the module or attribute does not exist, or it is not callable.

@@ -1,4 +1,4 @@
-"""Search for the largest batch per bucket that fits in a share of the memory, by bisection on out-of-memory errors.
+"""Search for the largest batch per bucket that fits in a share of memory, by bisection based on out-of-memory errors.
 
 The user provides the training step as ``module:callable``::
 
@@ -10,12 +10,12 @@ text tokens. The step must keep the model and the optimizer between calls, in a 
 class, in its instance, which is created once per process. It must not hide errors. It is called twice per batch size,
 since most optimizers allocate their state in the first step.
 
-Memory counts as exhausted after ``MemoryError``, ``torch.cuda.OutOfMemoryError``, a message of one of torch's
-allocators, or the death of the process by SIGKILL or after such a message. Any other error ends the search with the
-traceback of the step.
+The search regards memory as exhausted if the step raises ``MemoryError`` or ``torch.cuda.OutOfMemoryError``, if an
+error contains a message of one of torch's allocators, or if the process dies by SIGKILL or after printing such a
+message. Any other error ends the search with the traceback of the step.
 
-On a GPU, torch's ``set_per_process_memory_fraction`` sets the limit. On the CPU, RLIMIT_DATA limits the process of the
-step. It counts allocations of the process and its libraries, but not shared memory or child processes.
+On a GPU, torch's ``set_per_process_memory_fraction`` sets the limit. On the CPU, RLIMIT_DATA limits the step's process.
+This limit counts allocations of the process and its libraries, but not shared memory or child processes.
 """
 
 import ast
@@ -44,13 +44,14 @@ from sharmill.training.nemo.settings import check_bins, read_yaml, resolve
 from sharmill.training.parallel import ChildEnded, ChildProcess
 from sharmill.training.tokenizers import load_callable
 
-# Optimizers allocate their state in the first step, so activations and state are in memory together only in the second.
+# Optimizers allocate their state in the first step, so activations and this state are in memory together only from the
+# second step on.
 _STEPS_PER_PROBE = 2
 _LAST_LINES = 15
 _TOKENS_PER_SECOND: Final = 12.0
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30,
           "TIB": 2**40}  # fmt: skip
-# Keys of a file of bins that limit examples, or define how their lengths are measured.
+# Keys of a bins file that limit the examples, or define how their lengths are measured.
 _BINS_KEYS = (
     "use_multimodal_sampling", "token_equivalent_duration", "measure_total_length", "prompt_format", "max_tps",
     "max_tpt",
@@ -59,7 +60,7 @@ _BINS_KEYS = (
 
 @dataclass(frozen=True)
 class Bucket:
-    """Upper bounds of the examples of a bucket.
+    """Upper bounds on the examples of a bucket.
 
     Attributes:
         length: maximum seconds, or frames for token bins.
@@ -73,7 +74,7 @@ class Bucket:
 
     @property
     def bound(self) -> float | list[float]:
-        """The bound in the form of NeMo's loader: a number, or a pair in two dimensions."""
+        """The bound in the form that NeMo's loader expects: a number, or a pair in two dimensions."""
         return self.length if self.num_tokens is None else [self.length, self.num_tokens]
 
     def __str__(self) -> str:
@@ -180,13 +181,13 @@ class StepProcess(AbstractContextManager["StepProcess"]):
             return True
         self.last_memory_error = lack or self.last_memory_error
         if self._budget.device == "cpu":
-            # After a failed allocation, fragmentation and memory leaks in libraries would leave less memory for later
-            # sizes.
+            # End the process: after a failed allocation, fragmentation and memory leaks in libraries would leave less
+            # memory for later sizes.
             self._end()
         return False
 
     def _answer(self, child: ChildProcess, doing: str) -> str | None:
-        """Return None if the child succeeded or, if memory was exhausted, the error message.
+        """Return None if the child succeeded, or an error message if memory was exhausted.
 
         The message is empty if the process died. Any other failure raises an error.
         """
@@ -259,7 +260,7 @@ def _run_steps(connection: Connection, name: str, options: dict[str, Any], budge
         except Exception as error:  # noqa: BLE001  the parent reports any error
             answer = _describe(error)
         connection.send(answer)
-        # The next batch has another size, and must not suffer from memory fragmentation caused by this one.
+        # The next batch has a different size, and must not be affected by memory fragmentation that this batch caused.
         gc.collect()
         if budget.device != "cpu":
             torch.cuda.empty_cache()
@@ -295,7 +296,7 @@ def format_memory(size: float) -> str:
 
 
 def available_memory(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int:
-    """Return the bytes that this process may still allocate, as limited by the machine and the process's cgroups."""
+    """Return how many bytes this process may still allocate under the limits of the machine and of its own cgroups."""
     match = re.search(r"^MemAvailable:\s+(\d+) kB", (proc / "meminfo").read_text(), re.MULTILINE)
     assert match is not None, "Linux reports MemAvailable since 3.14"
     files1, files2 = ("memory.limit_in_bytes", "memory.usage_in_bytes"), ("memory.max", "memory.current")
@@ -444,7 +445,7 @@ def make_budget(device: str, share: float, memory: int | None) -> Budget:
         device = f"cuda:{number}"
         total = torch.cuda.get_device_properties(number).total_memory
     size = memory or total
-    # If the CPU's memory were exceeded, the kernel might kill other processes.
+    # On the CPU, exceeding the available memory might make the kernel kill other processes.
     refuse(
         (size > total, f"--memory is {format_memory(size)}, but {device} only has {format_memory(total)} available"),
     )
@@ -452,7 +453,8 @@ def make_budget(device: str, share: float, memory: int | None) -> Budget:
 
 
 def read_bins(text: str) -> tuple[list[Bucket], dict[str, Any]]:
-    """Read buckets from a list, ``[3.9, 7.5]`` or ``[[3.9, 60], [3.9, 94]]``, or from a file of ``sharmill bins``.
+    """Read buckets from a list, ``[3.9, 7.5]`` or ``[[3.9, 60], [3.9, 94]]``, or from a file written by ``sharmill
+    bins``.
 
     Returns:
         The buckets, and the other settings of the file that affect batches.
@@ -476,7 +478,7 @@ def read_bins(text: str) -> tuple[list[Bucket], dict[str, Any]]:
     check_bins(bins, f"{text}: bucket_duration_bins")
     pairs = [bound if isinstance(bound, list) else [bound] for bound in bins]
     refuse(
-        # With batch sizes, a loader drops examples that are longer than the last bin.
+        # A loader with batch sizes per bucket drops examples that are longer than the last bin.
         (values.get("num_buckets") == len(bins) + 1,
          f"{text}: the longest cuts are above the last bin; create the file with: sharmill bins DATASET --closed"),
         (pairs[0][0] <= 0 or not all(isinstance(tokens, int) for _, *rest in pairs for tokens in rest),
@@ -513,8 +515,8 @@ def choose_step(
         settings: settings returned by ``read_bins``.
 
     Returns:
-        The step as ``module:callable``, the keyword arguments of its class, and settings that keep every batch of the
-        loader within the memory of the batches in the search.
+        The step as ``module:callable``, the keyword arguments of its class, and loader settings that ensure that no
+        batch needs more memory than the batches tried in the search.
 
     Raises:
         ConfigError: no step or several steps are named, or NeMo is not installed.
@@ -536,7 +538,7 @@ def choose_step(
         tokens_per_second = float(limit) if isinstance(limit, (int, float)) else _TOKENS_PER_SECOND
     if is_nemo and not in_tokens and buckets[0].num_tokens is None:
         profile["max_tps"] = tokens_per_second
-    # For a plain list with the user's own step, only the user knows whether it is in seconds or frames.
+    # A plain list for the user's own step may be in seconds or in frames, so it does not imply a maximum duration.
     if not in_tokens and (is_nemo or settings):
         profile["max_duration"] = math.ceil(1000 * buckets[-1].length) / 1000
     if step is not None:

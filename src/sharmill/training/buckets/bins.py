@@ -218,7 +218,7 @@ def report_bins(lengths: Lengths, options: BinsOptions, *, measure_total_length:
         # If some examples have no input, the ratio cannot be limited.
         if (lengths.lengths == 0).any():
             bins = [replace(one, max_ratio=math.inf) for one in bins]
-    # If a length is frequent, several buckets may end at it, and all but the first of them would be empty.
+    # Several buckets may end at the same frequent length; all but the first of them would be empty.
     bins = list(dict.fromkeys(bins))
     closed = options.closed or options.sub_buckets is not None
     lines = [

@@ -39,7 +39,7 @@ class Lengths:
         without_text: number of cuts without text, which count as having 0 tokens; 0 if tokens were not counted.
         num_discarded: number of further cuts that were excluded because of their duration.
         looked_at: description of the sample; None if datasets were read completely.
-        in_tokens: ``lengths`` are frames and input tokens rather than seconds.
+        in_tokens: whether ``lengths`` are frames and input tokens rather than seconds.
     """
 
     seconds: np.ndarray
@@ -62,7 +62,7 @@ class Lengths:
         limits: tuple[float, float],
         text_ratios: np.ndarray | None = None,
     ) -> "Lengths":
-        """Create lengths from columns (N,), without cuts outside the limits of duration; text is always kept.
+        """Create lengths from columns (N,), excluding cuts outside the duration limits; text is always kept.
 
         Args:
             tokens: number of tokens of each example; -1 for examples without text.
@@ -189,7 +189,7 @@ def is_dataset(source: str) -> bool:
 
 
 def frame_shift(datasets: Sequence[Location]) -> float:
-    """Return the seconds per frame that all codecs of the datasets share; raise ConfigError unless there is one value.
+    """Return the seconds per frame that all codecs of the datasets share; raise ConfigError if there is no such value.
 
     A Shar dataset of another tool does not record its codec, and is ignored.
     """

@@ -1,7 +1,7 @@
 """Lengths of any data that NeMo's loader reads: manifests, text, conversations, and weighted mixtures of them.
 
-The loader itself reads the examples, with its tokens and prompts. The number of examples read from each source is in
-proportion to its weight, and these examples are spread evenly over the source's files.
+The loader itself reads the examples, so its own tokens and prompts are counted. The number of examples read from each
+source is in proportion to its weight, and these examples are spread evenly over the source's files.
 """
 
 import ast
@@ -64,12 +64,12 @@ _KEPT: Final = (
     "min_duration", "max_duration", "min_tokens", "max_tokens", "max_cer", "min_context_speaker_similarity", "keep",
 )  # fmt: skip
 _BATCH: Final = 64
-# Errors that NeMo raises for invalid data, which it checks by assertions or not at all.
+# Errors that NeMo raises for invalid data, which it checks with assertions or not at all.
 _DATA_ERRORS: Final = (AssertionError, AttributeError, KeyError, OSError, RuntimeError, TypeError, ValueError)
 
 
 def load_nemo_tokenizer(names: Sequence[str], prompt_format: str | None) -> Any:
-    """Load tokenizers like ``load_tokenizers``, but return a single tokenizer of NeMo.
+    """Load tokenizers like ``load_tokenizers``, but return a single NeMo tokenizer.
 
     Tokenizers of several languages are combined in an AggregateTokenizer, or in a CanaryTokenizer if ``spl_tokens`` is
     one of the languages.
@@ -135,7 +135,7 @@ def load_prompt(prompt_format: str, text: str, tokenizer: Any) -> Callable[[str,
     refuse((not listed, f"--prompt is {text!r}; it must be a list of turns: [{{'role': 'user', 'slots': {{...}}}}]"))
     try:
         formatter.encode_dialog(turns)
-    except AssertionError as error:  # NeMo checks roles and slots by assertions
+    except AssertionError as error:  # NeMo checks roles and slots with assertions
         raise ConfigError(f"--prompt: {prompt_format}: {error}", code="bad_config_value") from error
     own_language = next((turn["slots"]["target_lang"] for turn in turns if "target_lang" in turn["slots"]), None)
 
@@ -183,7 +183,7 @@ def read_mixture(sources: Sequence[str], options: BinsOptions) -> tuple[Lengths,
 
 
 def _leaves(entries: Sequence[Settings], share: float, temperatures: Any) -> Iterator[tuple[float, Settings]]:
-    """Yield a pair for each entry that reads data: its share of all examples, and the entry in copies of its groups.
+    """Yield a pair per entry that reads data: its share of all examples, and the entry within copies of its groups.
 
     Args:
         share: share of ``entries`` among all examples.
@@ -307,7 +307,8 @@ class _MeasuredExamples:
 def _resample_rows(columns: Sequence[np.ndarray], shares: Sequence[float], most: int) -> np.ndarray:
     """Select evenly spaced rows from each source, in proportion to its share.
 
-    The result has at most about ``most`` rows. Rows of a source are repeated if there are fewer rows than its share.
+    The result has at most about ``most`` rows. Rows of a source are repeated if it has fewer rows than its share
+    requires.
     """
     if len(columns) == 1:
         return columns[0]
@@ -391,7 +392,7 @@ def _settings_of(sources: Sequence[str], section: str | None) -> Settings:
 
 
 def _entry_of_dataset(source: str) -> Settings:
-    """Return an entry for a dataset or another tool's Shar, with its number of cuts as its weight."""
+    """Return an entry for a dataset or another tool's Shar, weighted by its number of cuts."""
     directory = open_directory(source)
     own = (directory / DATASET_FILE).exists()
     entry = {"type": "sharmill", "dataset": source} if own else {"type": "lhotse_shar", "shar_path": source}
@@ -419,7 +420,7 @@ def _parse_list(text: str) -> Settings:
 
 
 def _kind_of(source: str) -> str:
-    """Return the ``input_cfg`` type of a file: ``txt``, or for JSON, the type that its first record implies."""
+    """Return the ``input_cfg`` type of a file: ``txt`` or, for JSON, the type that its first record implies."""
     path = str(expand_sharded_filepaths(source)[0])
     refuse(
         ("://" not in path and not Path(path).is_file(),

@@ -1,4 +1,4 @@
-"""A built-in step of ``tune-batch`` for NeMo models: one training step on a batch built from the model's input schema.
+"""A built-in step for ``tune-batch`` with NeMo models: one training step on a batch built from its input schema.
 
 The method is that of NeMo's OOMptimizer (``scripts/speech_recognition/oomptimizer.py``): a model's
 ``oomptimizer_schema`` lists the input tensors of its training step. It states the neural type of each tensor, and
@@ -139,7 +139,7 @@ class NemoStep:
         if isinstance(kind, LabelsType):
             labels = torch.randint(0, item["vocab_size"], (batch_size, size))
             if (tag := getattr(self._model, "audio_locator_tag_id", None)) is not None:
-                # The model replaces one locator per example with the audio of that example.
+                # The model replaces one audio locator token per example with the audio of that example.
                 labels[labels == tag] = 0
                 labels[:, 0] = tag
             return labels
@@ -189,7 +189,7 @@ def _make_model(module_name: str | None, config_path: str | None, pretrained_nam
 
 
 def _make_optimizer(model: Any) -> torch.optim.Optimizer:
-    """Return the optimizer that the model configures, without its learning rate schedule; by default, return AdamW."""
+    """Return the optimizer of the model's configuration without its learning rate schedule, or AdamW by default."""
     if isinstance(model, ModelPT):
         settings: Any = OmegaConf.to_container(
             model.cfg.get("optim") or OmegaConf.create({"name": "adamw", "lr": 1e-3})

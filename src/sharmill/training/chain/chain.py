@@ -271,9 +271,9 @@ class Chain(torch.utils.data.IterableDataset):
     next example; examples that were still buffered in ``shuffle``, ``sort`` and ``bucket`` come first.
 
     Args:
-        source: a ``RawList``, ``ShardList`` or ``TextLines``, an iterable, or a function that returns an iterable. The
-            constructor calls a function once to count the items, and each worker calls it in each epoch; the number of
-            items must not change. The constructor reads an iterator, such as a generator, into memory.
+        source: a ``RawList``, ``ShardList`` or ``TextLines``, an iterable, or a function that returns an iterable. A
+            function is called once by the constructor, to count the items, and by each worker in each epoch; the number
+            of items must not change. The constructor reads an iterator, such as a generator, into memory.
         shuffle: use a different order in each epoch, derived from ``seed``. All examples of ``mix_shards`` files are
             shuffled together. An iterable without random access keeps its order.
         rank, world_size: rank and number of the data-parallel processes; torch.distributed is not queried.
@@ -387,7 +387,7 @@ class Chain(torch.utils.data.IterableDataset):
         return self._then(sort_examples, size=size, key=key, reverse=reverse)
 
     def apply(self, f: Callable[[Iterator[Any]], Iterable[Any]], *, exact: bool = False) -> Chain:
-        """Apply a function to the stream, such as a generator function that takes an iterator over examples.
+        """Apply ``f``, such as a generator function, to an iterator over the examples.
 
         By default, the chain cannot know which examples ``f`` holds back, so ``state_dict`` raises ConfigError. With
         ``exact=True``, the chain has a state. In this case, ``f`` must build each example only from the examples that

@@ -33,13 +33,14 @@ from sharmill.sources.tars import Archive, WenetSource, read_part
 
 Paths = str | Path | Sequence[str | Path]
 
-# Maximum size of an archive member, which is read as a whole: nine hours of speech at 16 kHz.
+# Maximum size of an archive member in bytes (nine hours of speech at 16 kHz), since each member is read as a whole.
 _MAX_MEMBER_BYTES: Final = 1 << 30
 # Maximum number of items of a source without a length, because all positions are held in memory.
 _MAX_ITEMS: Final = 1 << 24
 # Number of bytes read at each end of a file, to distinguish the file from others of the same size.
 _BLOCK: Final = 4096
-# Hashes of the (process, cache, URL) triples whose version was checked with the server; URLs would take more memory.
+# Hashes of the (process, cache, URL) triples whose version was checked with the server; the URLs themselves would take
+# more memory.
 _asked: Final[set[int]] = set()
 # Process ids are reused; together with this random token, they are unique.
 _STARTED: Final = os.urandom(16).hex()
@@ -122,7 +123,7 @@ class Items(ShardSource):
 
     @property
     def identity(self) -> dict[str, Any]:
-        """The number of items; different items are not detected if their number is the same."""
+        """The number of items; changed items are not detected if their number stays the same."""
         return {"items": self.count(0)}
 
     def count(self, shard: int) -> int:
@@ -202,7 +203,7 @@ class _ListSource(WenetSource):
         return super().locate(roots, text) if file is None else Archive(file, text, text)
 
     def remote(self, text: str) -> Location | None:
-        """Return the location that a line names by a URL or a command; None for a path."""
+        """Return the location if a line names a URL or a command; None for a path."""
         is_command = text.startswith("pipe:") or text.rstrip().endswith("|")
         if is_command and not self.allow_pipe:
             raise RejectRecord("outside_root", f"{text!r} is a command, which runs only with allow_pipe=True")

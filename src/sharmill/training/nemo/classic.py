@@ -120,7 +120,7 @@ def translate(section: Settings) -> str | None:
         log.warning("tarred_shard_strategy: %s is read as shard_seed: %s", strategy, seed)
     _translate_entries(section)
     if isinstance(temperature, list):
-        temperature += [1.0] * (count_input_cfg_levels(section) - depth)  # lists became groups, which add levels
+        temperature += [1.0] * (count_input_cfg_levels(section) - depth)  # groups made from lists add levels
     drop_ignored(section)
     return in_turn
 
@@ -157,7 +157,7 @@ def _translate_entries(settings: Settings) -> None:
 
 
 def _translate_entry(entry: Settings) -> Settings:
-    """Return an entry of ``input_cfg`` with NeMo's keys, or a group of entries if it names several manifests."""
+    """Return an entry of ``input_cfg`` with NeMo's keys, or a group of entries if the entry names several manifests."""
     _rename(entry)
     drop_ignored(entry)
     kind = entry.get("type")
@@ -244,7 +244,7 @@ def _split_lists(entry: Settings, passes: Sequence[int] | None) -> Settings:
             names = tars[number] if isinstance(tars[number], list) else [tars[number]]
             several = [tar for name in names for tar in expand_sharded_filepaths(name)]
             one["tarred_audio_filepaths"] = names[0] if len(names) == 1 else several
-        # The default weight is the number of utterances of a manifest or of cuts of a Shar.
+        # The default weight is the number of utterances in a manifest, or of cuts in a Shar.
         kind = "lhotse_shar" if key == "shar_path" else "nemo"
         one["weight"] = weight[0] if weight else len(open_examples({"of_type": kind, key: path}))
         if passes is not None:

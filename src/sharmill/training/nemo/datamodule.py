@@ -1,4 +1,4 @@
-"""NeMo's DataModule with the exact position in the training data saved in Lightning's checkpoints.
+"""A version of NeMo's DataModule that saves the exact position in the training data in Lightning's checkpoints.
 
 Importing this module replaces NeMo's class, so that NeMo's own scripts use the class defined here.
 """
@@ -49,7 +49,7 @@ class _Batches:
         self.states, self.counts = (self.states[1], self._fetched.popleft()[1]), counts
 
     def state_dict(self) -> dict[str, Any]:
-        """Return an empty state: Lightning would save only rank 0's state, which includes batches fetched ahead."""
+        """Return an empty state, because Lightning would save only rank 0's state, including batches fetched ahead."""
         return {}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -59,8 +59,8 @@ class _Batches:
 class DataModule(speechlm2.DataModule):
     """NeMo's DataModule, which saves the position in the training data if ``train_ds`` has ``resumable: true``.
 
-    A training resumed from any checkpoint of Lightning or NeMo then continues with the remaining examples of the epoch,
-    also with a different number of ranks or workers. Without the key, the class behaves like NeMo's.
+    If training is resumed from any checkpoint of Lightning or NeMo, it then continues with the remaining examples of
+    the epoch, even on a different number of ranks or workers. Without ``resumable``, the class behaves like NeMo's.
 
     Raises:
         ConfigError: the position in the data cannot be saved exactly, or the saved position belongs to other data;
@@ -116,8 +116,8 @@ class DataModule(speechlm2.DataModule):
         """Return the position of all ranks in the training data; every rank must call this method."""
         if self._batches is None:
             return self._restored
-        # A batch is trained only if it was both started and processed. If it fails before its start, neither count has
-        # grown; if the model skips it, only the number of processed batches has.
+        # A batch has been used for training only if it was both started and processed. If it failed before it was
+        # started, neither count has increased; if the model skipped it, only the number of processed batches has.
         is_trained = all(now > before for now, before in zip(self._counts(), self._batches.counts, strict=True))
         states = [(self._get_dp_rank(), self._batches.states[is_trained])]
         if dist.is_initialized() and dist.get_world_size() > 1:

@@ -13,10 +13,10 @@ from sharmill.shar.index import open_directory
 
 Settings = dict[str, Any]
 
-# This type replaces the type of NeMo's entries that sharmill's reader divides among ranks and workers.
+# This type replaces the type of those NeMo entries that sharmill's reader divides among ranks and workers.
 DIVIDED: Final = "sharmill_divided"
 
-# Seeds that are not numbers: "trng" is drawn at random by each rank, "randomized" is derived from ``seed``.
+# Seeds that are not numbers: each rank draws "trng" at random; "randomized" is derived from ``seed``.
 SEEDS: Final = ("trng", "randomized")
 
 # Keys that name the files of tarred data.
@@ -131,7 +131,7 @@ def is_weight(value: Any) -> bool:
 
 
 def check_entry(entry: Settings, handed_down: Settings) -> None:
-    """Raise ConfigError for an unknown key, which NeMo would ignore, a missing key or an invalid value.
+    """Raise ConfigError for a missing key, an invalid value, or an unknown key, which NeMo would ignore.
 
     Args:
         entry: the entry; types that other packages register are not checked.
@@ -164,7 +164,7 @@ def is_divided(entry: Mapping[str, Any]) -> bool:
 
 
 def is_divisible(entry: Settings) -> bool:
-    """Return True if the data can be divided among readers: whole files that can be read repeatedly."""
+    """Return True if the data can be divided among readers, that is, if it is whole files that can be reread."""
     if not type_of(entry).files or entry.get("slice_length") is not None or entry.get("extra_fields"):
         return False
     return not any("pipe:" in path for path in texts_in(entry))

@@ -112,7 +112,7 @@ def copy_audio(entries: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _fetch_ahead(ask: Callable[[str], Any], names: Iterable[str]) -> Iterator[Any]:
-    """Yield ``ask(name)`` for each file name, in order, with several requests running ahead."""
+    """Yield ``ask(name)`` for each file name, in order, while several more requests are already running."""
     return prefetch(ask, names, threads=FETCHES_AT_ONCE, ahead=2 * FETCHES_AT_ONCE)
 
 
@@ -151,7 +151,7 @@ class _ExampleSource(ShardSource):
         files = {"manifest_filepath": manifest, "tarred_audio_filepaths": list(named)}
         try:
             tarred: LazyNeMoTarredIterator = self._parse(DictConfig(self._entry | files | {"shard_seed": 0}))[0].data
-        except AssertionError as error:  # NeMo checks the names of manifests and tars by assertions
+        except AssertionError as error:  # NeMo checks the names of manifests and tars with assertions
             raise ConfigError(f"input_cfg: type {self._kind}: {error}", code="bad_config_value") from error
         tarred.paths, tarred.tar_paths = manifests, list(tars)
         tarred.shard_id_to_tar_path = {number: named[tar] for number, tar in tarred.shard_id_to_tar_path.items()}
@@ -159,7 +159,7 @@ class _ExampleSource(ShardSource):
 
     @property
     def identity(self) -> dict[str, Any]:
-        """The type, and a checksum of its files' names and sizes (in object stores, of their names and versions)."""
+        """The type, and a checksum of the names and sizes of its files (in object stores, of names and versions)."""
         if self._tarred is not None:
             names = [*self._tarred.paths, *self._tarred.tar_paths]
         else:
@@ -276,7 +276,7 @@ class _StoredManifest(LazyNeMoIterator):
 
 
 class _ShareGpt(NeMoMultimodalConversationShareGPTJsonlAdapter):
-    """Conversations of a file whose audio may be at URLs; commands are refused."""
+    """Conversations read from a file; their audio may be at URLs, but commands are refused."""
 
     def _resolve_cut_from_path(self, turn: dict[str, Any], manifest_path: str) -> Any:
         refuse_command(turn["value"])
@@ -328,8 +328,8 @@ def open_listed(path: str) -> IO[bytes]:
 def check_files(kind: str, entry: Mapping[str, Any]) -> None:
     """Raise ConfigError if a file of an entry does not exist.
 
-    Of tars and of files in object stores, only the first and the last are checked. Pipes and other URLs are not
-    checked.
+    Only the first and the last file are checked if they are tars or are in an object store. Pipes and other URLs are
+    not checked.
     """
     for key in _FILES:
         if entry.get(key) is None:

@@ -49,7 +49,7 @@ def read_tts_text(entry: DictConfig) -> tuple[CutSet, bool]:
 
 
 class _TtsTexts:
-    """The examples of manifests, for one pass per iteration."""
+    """The examples of manifests; each iteration is one pass over them."""
 
     def __init__(self, paths: list[str], language: str | None) -> None:
         self._paths, self._language = paths, language
@@ -134,7 +134,7 @@ def _open_dataset(dataset: str | Location, **options: Any) -> SharReader:
 
 
 def entry_size(entry: Mapping[str, Any]) -> int:
-    """Return the number of examples of an entry of ``prepare_settings``, before filters."""
+    """Return the number of examples, before filters, of an entry prepared by ``prepare_settings``."""
     return len(open_examples(entry) if entry["type"] == DIVIDED else _open_dataset(entry_directory(entry), fields=[]))
 
 

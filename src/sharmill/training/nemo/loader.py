@@ -43,7 +43,7 @@ from sharmill.training.nemo.settings import (
 )
 from sharmill.training.speech_text import ContextSpeechDataset
 
-# Settings that split examples, or that change when an example is read relative to its neighbours.
+# Settings that split examples, or that change the order in which examples are read relative to each other.
 _INEXACT = (
     "perturb_speed", "cut_into_windows_duration", "cut_text_into_windows_tokens", "concurrent_bucketing", "noise_path",
 )  # fmt: skip
@@ -203,7 +203,7 @@ def get_dataloader(
     if count is not None:
         _check_canonical(count, world_size, num_workers)
         parts = [(part, count) for part in range(rank * count // world_size, (rank + 1) * count // world_size)]
-        # NeMo's random draws depend only on the number of the part if its loader has no workers.
+        # If NeMo's loader has no workers, its random draws depend only on the number of the part.
         settings["num_workers"] = 0
     source, resumable = None, resumable or count is not None
     resumes = 0 if state is None else int(state.get("resumes", 0)) + 1
@@ -214,8 +214,9 @@ def get_dataloader(
         if part == parts[0][0]:
             copy_audio(sources_of(prepared))
         made = _default_dataset(prepared, tokenizer) if dataset is None else dataset
-        # With the same seeds, samplers and the mixing of datasets would repeat their first draws after each resume, and
-        # datasets would deviate from their weights. The seeds of the readers are in their entries and do not change.
+        # If the seeds stayed the same, samplers and the mixing of datasets would repeat their first draws after each
+        # resume, and datasets would deviate from their weights. The seeds of the readers, which are in their entries,
+        # do not change.
         for key in ("seed", "shard_seed"):
             if isinstance(prepared[key], int):
                 prepared[key] += _SEEDS_PER_RESUME * resumes
@@ -260,7 +261,7 @@ def _make_loader(
         counting = CountingDataset(dataset, ours if resumable else ())
         try:
             source = get_lhotse_dataloader_from_config(settings, rank, world_size, counting, tokenizer)
-        except AssertionError as error:  # NeMo and lhotse check settings by assertions
+        except AssertionError as error:  # NeMo and lhotse check settings with assertions
             raise ConfigError(f"NeMo's loader rejects the settings: {error}", code="bad_config_value") from error
         except KeyError as error:  # NeMo assigns the records of a shared manifest to tars by their shard_id
             raise ConfigError(

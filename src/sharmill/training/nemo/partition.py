@@ -29,7 +29,7 @@ _made: ContextVar[list[PartitionedCuts]] = ContextVar("_made")
 
 @contextmanager
 def collect_sources() -> Iterator[list[PartitionedCuts]]:
-    """Collect the sources that NeMo creates within the context; when it ends, reset all of them to the first epoch."""
+    """Collect the sources that NeMo creates within the context, and finally reset all of them to the first epoch."""
     sources: list[PartitionedCuts] = []
     token = _made.set(sources)
     try:
@@ -41,12 +41,12 @@ def collect_sources() -> Iterator[list[PartitionedCuts]]:
 
 
 class PartitionedCuts:
-    """The cuts or other examples of an entry that this process reads; each iteration is one finite pass or endless.
+    """The cuts or other examples of an entry that this process reads; an iteration is one finite pass or is endless.
 
     The option ``shard_seed`` determines how the examples are divided among the readers of a loader. With a number,
     every reader gets its part of one order, which is derived from the number. With ``randomized``, the order is derived
     from ``seed``. With ``trng``, each rank draws its own order and reads all examples, divided among its workers. In a
-    finite pass, ``trng`` works like ``randomized``, since examples would be repeated otherwise.
+    finite pass, ``trng`` works like ``randomized``, since otherwise examples would be repeated.
 
     Args:
         open_reader: opens a reader with ``shuffle``, ``seed``, ``rank``, ``world_size`` and ``infinite`` of
@@ -180,7 +180,7 @@ def place_of(example: Any) -> tuple[int, ...] | None:
 
 
 def marked_parts(example: Any) -> Iterator[tuple[int, Any]]:
-    """For each part of an example that came from a reader, yield the number of the reader and the part."""
+    """Yield the number of the reader and the part, for each part of an example that came from a reader."""
     for part in parts_of(example):
         reader = (getattr(part, "custom", None) or {}).get(_READER)
         if reader is not None:

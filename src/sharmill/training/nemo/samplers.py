@@ -33,7 +33,7 @@ from sharmill.training.nemo.partition import PartitionedCuts, marked_parts, part
 from sharmill.training.nemo.stores import refuse_command
 
 # Maximum numbers of examples dropped in a row. The first limit applies if the dropped examples include a whole epoch of
-# every dataset, and otherwise the second.
+# every dataset; otherwise the second limit applies.
 _MIN_DROPPED: Final = 1000
 _MAX_DROPPED: Final = 1_000_000
 
@@ -54,13 +54,13 @@ class SamplerOptions:
 
     @classmethod
     def take(cls, section: Settings, tokenizer: Any, rank: int, world_size: int) -> SamplerOptions:
-        """Remove the options from the settings of a sampler, and return them."""
+        """Remove these settings from the settings of a sampler, and return them as options."""
         from nemo.collections.common.data.lhotse.sampling import TokenPerSecondFilter, TokenPerTokenFilter
 
         kinds = {"min_tps": TokenPerSecondFilter, "min_tpt": TokenPerTokenFilter}
         fractions = [key for key in kinds if isinstance(section.get(key), float)]
         limits = [kinds[key](section.pop(key), math.inf) for key in fractions]
-        # The filters can only count tokens of examples that are tokenized before they are sampled.
+        # The filters can count the tokens of an example only if it is tokenized before it is sampled.
         counted = tokenizer is not None and section.get("pretokenize", True)
         independent_buckets = section.pop("bucketing_strategy", None) == "fully_randomized"
         factor, sort = section.pop("randomization_factor", None), None
@@ -204,8 +204,8 @@ class SequentialBuckets:
     """Batches of all buckets in turn, one epoch of each, in an order that readers share or draw independently.
 
     With a common order, all readers read the same bucket at every step. A reader that has fewer batches than another
-    splits some of its batches in halves. The states of the readers determine which part of an epoch is left, so a
-    resumed training continues with it.
+    splits some of its batches in half. The states of the readers determine which part of an epoch is left, so a resumed
+    training continues with it.
 
     Args:
         buckets: the buckets of NeMo's list of lists.
@@ -297,7 +297,7 @@ class _ReportingFilter:
             self._examples = outermost.source if hasattr(outermost, "source") else outermost.iterator
 
     def __iter__(self) -> Iterator[Any]:
-        # Number of examples dropped since the last one that passed, and their epochs by reader.
+        # Number of examples dropped since the last one that passed, and their epochs, keyed by reader.
         count = 0
         epochs: defaultdict[int, set[int]] = defaultdict(set)
         for example in self._examples:

@@ -377,7 +377,7 @@ def _translate_semi_sorted(section: Settings, settings: Settings) -> None:
         section |= {"use_bucketing": True, "num_buckets": count}
         return
     section |= {"randomization_factor": factor, "use_bucketing": False}
-    settings["force_finite"] = True  # all durations of an epoch are sorted
+    settings["force_finite"] = True  # sorting requires the durations of a whole epoch
 
 
 def sections_of(settings: Settings) -> list[Settings]:
@@ -465,7 +465,7 @@ def _sources(settings: Settings, shard_seed: int | str) -> Iterator[tuple[Settin
 
 
 def is_map_style(section: Settings) -> bool:
-    """Return True if NeMo would sample in the main process (map style); the rules are those of NeMo."""
+    """Return True if NeMo, by its own rules, would sample in the main process (map style)."""
     if section.get("force_map_dataset", False) or section.get("force_iterable_dataset", False):
         return bool(section.get("force_map_dataset", False))
     entry, _ = next(_sources(section, 0), ({}, 0))

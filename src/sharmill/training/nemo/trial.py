@@ -226,7 +226,7 @@ def _count(settings: Settings, tokenizer: str | None) -> list[tuple[int, int | N
     whole.pop("canonical", None)
     for section in sections_of(whole):
         section |= {
-            "use_lhotse": is_read_by_lhotse(section),  # determined before the keys that it depends on change
+            "use_lhotse": is_read_by_lhotse(section),  # determined before the keys that it depends on are changed
             "force_map_dataset": False, "force_iterable_dataset": True, "drop_last": False,
             "concatenate_samples": False, "use_bucketing": False,  # bins cannot be estimated from few examples
         }  # fmt: skip
@@ -245,7 +245,7 @@ def _has_buckets(section: Settings) -> bool:
 
 
 def _setting_errors(prepared: Settings) -> Iterator[str]:
-    """Yield an error for each setting that has no effect, or that fails because the data are codes."""
+    """Yield an error for each setting that has no effect, or that cannot be applied to codes."""
     for section in sections_of(prepared):
         number, bins = section.get("num_buckets"), section.get("bucket_duration_bins") or ()
         if number is not None and not _has_buckets(section) and "use_bucketing" not in section:
@@ -416,7 +416,7 @@ def _check_epochs(
     Args:
         counted: numbers of examples by entry and epoch.
         unstopped: numbers of examples by entry in an epoch without stops, if one was completed.
-        remedy: advice for entries of which no epoch was completed.
+        remedy: advice for entries without a completed epoch.
     """
     for reader, progress in enumerate(state["readers"]):
         counts, expected = [counted[reader, epoch] for epoch in range(progress["epoch"])], unstopped[reader,]

@@ -1,4 +1,4 @@
-"""Choice of contexts for the utterances of a speaker group, and checks of the contexts that the manifest gives.
+"""Choice of contexts for the utterances of a speaker group, and checks of contexts given in the manifest.
 
 An utterance without a suitable context is rejected with a reason.
 """
@@ -46,7 +46,7 @@ class ContextChooser:
     speaker_key: SpeakerKey
 
     def group_key(self, utterance: Utterance) -> str:
-        """Return the key of the speaker group of an utterance."""
+        """Return the key of an utterance's speaker group."""
         return self.speaker_key(utterance.segment.audio_filepath, tagged_speaker(utterance.speaker))
 
     @cached_property
@@ -259,7 +259,7 @@ class ContextChooser:
 
         Args:
             given: result of ``read_given`` for the utterance.
-            found: result of embedding each segment.
+            found: for each segment, its embedding or the reason why it has none.
         """
         if isinstance(given, RejectRecord):
             return given

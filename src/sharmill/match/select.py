@@ -195,7 +195,7 @@ def _unit_rows(embeddings: Any) -> Any:
     # The rows are processed in parts, since temporary copies of all rows would need too much memory.
     step = max(1, _BLOCK_ELEMENTS // rows.shape[1])
     parts = [rows[start : start + step] for start in range(0, len(rows), step)]
-    num_broken = sum(int((~(abs(part) < math.inf)).any(1).sum()) for part in parts)  # also counts NaN
+    num_broken = sum(int((~(abs(part) < math.inf)).any(1).sum()) for part in parts)  # also counts rows with NaN
     require(not num_broken, f"embeddings must be finite, but those of {num_broken} utterances are not")
     for part in parts:
         # Dividing by the largest value first prevents overflow and underflow of the squares.
@@ -268,7 +268,7 @@ def _exclusions(
 def _overlaps(
     recordings: _IndexArray, offsets: NDArray[np.float64], seconds: NDArray[np.float64], columns: _IndexArray
 ) -> _Ranges:
-    """Find the candidates of the same recording that overlap each utterance in time."""
+    """Find the candidates from the same recording that overlap each utterance in time."""
     num_rows = len(recordings)
     times = np.rint(np.concatenate([offsets, offsets + seconds]) * _MICROSECONDS)
     # Each integer encodes a recording and the rank of a time, so sorting by it sorts by recording and then by time.

@@ -490,7 +490,7 @@ def read_bins(text: str) -> tuple[list[Bucket], dict[str, Any]]:
 def batch_sizes_to_yaml(
     step: str, buckets: Sequence[Bucket], sizes: Sequence[int], budget: Budget, more: Mapping[str, Any] | None = None
 ) -> str:
-    """Format the settings for NeMo's loader, including ``more``, after a comment that names the step and the budget."""
+    """Format settings for NeMo's loader, followed by ``more``, as YAML; a comment names the step and the budget."""
     return (
         f"# the largest batches of {step} in {budget}\n"
         f"use_bucketing: true\nbucket_duration_bins: {[one.bound for one in buckets]}\n"

@@ -164,7 +164,7 @@ def is_divided(entry: Mapping[str, Any]) -> bool:
 
 
 def is_divisible(entry: Settings) -> bool:
-    """Return True if the data can be divided among readers, that is, if it is whole files that can be reread."""
+    """Return True if the data can be divided among readers, which must be whole files that can be reread."""
     if not type_of(entry).files or entry.get("slice_length") is not None or entry.get("extra_fields"):
         return False
     return not any("pipe:" in path for path in texts_in(entry))

@@ -130,7 +130,7 @@ class SeenDataset(torch.utils.data.Dataset):
             determine_sampling_constraint(CutSet(), bins, SimpleNamespace(**defaults | section))[1]
             for bins, section in zip(self._bins, sections, strict=True)
         ]
-        # A reader has the same number as its entry among the divided entries of all samplers.
+        # The number of a reader is the position of its entry among the divided entries of all samplers.
         self._samplers = [
             number for number, section in enumerate(sections) for source in sources_of(section)
             if is_divided(source)

@@ -14,8 +14,8 @@ Begun = TypeVar("Begun")
 class AheadProcessor(Processor, Generic[Begun]):
     """A processor whose feeders load the next unit while the current unit is processed.
 
-    If the next unit is not the expected one, the prefetched input is dropped. An error while prefetching is raised when
-    its unit is taken, so that it fails this unit and no other.
+    If the next unit is not the expected one, the prefetched input is dropped. An error during prefetching is raised
+    only when that unit is taken, so no other unit fails because of it.
     """
 
     def __init__(self, feeders: Feeders[Any, Any]) -> None:
@@ -31,7 +31,7 @@ class AheadProcessor(Processor, Generic[Begun]):
         self._expected = unit
 
     def begin_next(self) -> None:
-        """Start to load the expected unit; called when the current unit has nothing more to load."""
+        """Start to load the input of the expected unit; called when the current unit has requested all its input."""
         unit, self._expected = self._expected, None
         if unit is not None:
             try:

@@ -1,9 +1,9 @@
-"""Attempts at units: the notes that ranks and supervisors write about them, and the slots, hosts and units to exclude.
+"""Attempts at units: the notes about them, and the decisions to exclude slots and to give up units.
 
 A slot is a place for one rank: a GPU or a core of a host. An attempt begins with a claim on the unit and ends with a
 commit, or with a note that names the slot. A failed attempt counts against the unit only if the slot has completed
-another unit; otherwise the slot may be to blame. A slot is excluded if several units fail on it, one of which another
-slot has completed, or if many units fail on it and none succeeds. A bad slot or host therefore costs no unit that a
+another unit; otherwise the slot may be to blame. A slot is excluded if several units fail on it and another slot has
+completed one of them, or if many units fail on it and none succeeds. A bad slot or host therefore costs no unit that a
 good one can process, and a bad unit is given up after a few attempts.
 """
 
@@ -86,7 +86,7 @@ class Attempts:
         self.stopped: SharmillError | None = None
         self.failed: set[int] = set()
         self.num_ended = 0
-        # The end of each attempt without a commit, by unit and by generation of the claim.
+        # For each attempt that has ended without a commit, its note, by unit and by generation of the claim.
         self._units: dict[int, dict[int, Note]] = {}
         self.tried = self._units.keys()
         self._committed: set[int] = set()
@@ -111,7 +111,7 @@ class Attempts:
         if note.unit != SETUP:
             ended = self._units.setdefault(note.unit, {})
             if note.generation in ended:
-                # Two notes about the same end may exist: one by the rank, and one by its supervisor or the leader.
+                # Two notes about the same end may exist: one from the rank, and one from its supervisor or the leader.
                 return
             released = sum(before.kind == "released" for before in ended.values())
             if note.kind == "released" and released >= _MAX_RELEASES:
@@ -124,7 +124,7 @@ class Attempts:
             self._failures.setdefault(note.slot, []).append(note)
 
     def generation(self, unit: int) -> int:
-        """Return the generation of the next claim on a unit: 0, or one more than that of the last ended attempt."""
+        """Return the generation of the next claim on a unit: 0, or the last ended attempt's generation plus one."""
         return max(self._units.get(unit, ()), default=-1) + 1
 
     def has_ended(self, unit: int, generation: int) -> bool:
@@ -145,8 +145,8 @@ class Attempts:
     def excluded(self) -> set[str]:
         """Return the excluded slots and hosts.
 
-        A host is excluded if several of its slots are excluded and none of its other slots has completed a unit,
-        provided that a slot of another host has.
+        A host is excluded if several of its slots are excluded and none of its other slots has completed a unit, but a
+        slot of another host has.
         """
         bad = set(self.excluded_slots())
         useful = {host_of(slot) for slot in self._done if slot not in bad}
@@ -155,13 +155,13 @@ class Attempts:
         return bad | (bad_hosts if useful else set())
 
     def excluded_slots(self) -> dict[str, Note]:
-        """Return the slots that are excluded because of their own failures, each with the note of its last failure."""
+        """Return the slots that are excluded because of their own failures, each with the note on its last failure."""
         return {slot: self._since(slot)[-1] for slot in sorted(self._failures) if self._is_bad(slot)}
 
     def error_of_all(self, num_ranks: int) -> SharmillError | None:
-        """Return the common error if at least ``num_ranks`` ranks could not be set up, all with the same error code.
+        """Return the common error if at least ``num_ranks`` slots are excluded for set-up errors with the same code.
 
-        Return None otherwise, or if any unit is complete. Also return None if all these ranks are on one host, because
+        Return None otherwise, or if any unit is complete. Also return None if all these slots are on one host, because
         the host itself may be bad.
         """
         last = list(self.excluded_slots().values())
@@ -179,9 +179,9 @@ class Attempts:
     def _is_bad(self, slot: str) -> bool:
         """Return True if a slot is to blame for its failures.
 
-        It is to blame if its set-up has failed several times, or with an error that would recur. It is also to blame if
-        several units have failed on it and one of them has been completed, or if many have failed and it has completed
-        none.
+        It is to blame if its set-up has failed several times, or has failed with an error that would recur. It is also
+        to blame if several units have failed on it and one of them has been completed, or if many have failed and it
+        has completed none.
         """
         failed = self._since(slot)
         setups = [note for note in failed if note.unit == SETUP]
@@ -219,7 +219,7 @@ class Attempts:
         return is_tried and (not other_hosts or len({*map(host_of, slots)}) >= MAX_FAILURES)
 
     def all_excluded_error(self, stage: str, logs: Path) -> SharmillError:
-        """Return the last error of a stage without usable slots, or, if it has no code, a description of it."""
+        """Return the last error of a stage that has no usable slots left, or describe it if it has no code."""
         notes = list(self.excluded_slots().values())
         last = max(notes, key=lambda note: note.time)
         if last.code:

@@ -48,8 +48,9 @@ def divide_evenly(costs: np.ndarray, number: int) -> list[int]:
     """Divide items, in order, into non-empty runs of nearly equal cost.
 
     Returns:
-        The number + 1 bounds. Run n has the items from bound n up to, but not including, bound n + 1. Each bound is the
-        position at which the cumulative cost is nearest to an equal share; in case of a tie, the first such position.
+        The ``number`` + 1 bounds of the runs. Run n has the items from bound n up to, but not including, bound n + 1.
+        Each bound is the position at which the cumulative cost is nearest to an equal share; in case of a tie, the
+        first such position.
 
     >>> divide_evenly(np.array([4.0, 1.0, 1.0, 1.0, 1.0]), 2)
     [0, 1, 5]

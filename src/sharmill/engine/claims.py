@@ -16,8 +16,8 @@ log = logging.getLogger(__name__)
 
 # Number of claims that a rank may lose to other ranks before it pauses and lists the existing claims again.
 _MOST_LOSSES = 2
-# Seconds of the first pause for each rank. The pause grows with the number of ranks, since all of them may list the
-# claims at the same time.
+# Length of the first pause, in seconds per rank. The pause grows with the number of ranks, since all of them may list
+# the claims at the same time.
 _PAUSE_PER_RANK = 0.005
 
 
@@ -100,14 +100,14 @@ class Claims:
         while self._own:
             if (claim := self._claim_first(self._own.pop())) is not None:
                 return claim
-            # Another rank is taking units from this bin: drop all units that it has claimed.
+            # Another rank is taking units from this bin: drop all units that other ranks have claimed.
             free = {index for part in self._list_free() for index in part}
             self._own = [index for index in self._own if index in free]
         return None
 
     def _claim_offered(self) -> tuple[int, int] | None:
         """Claim a unit that the leader offers to be tried again, unless this slot must avoid that unit."""
-        # Remember the claims tried, because an offer remains until the leader has seen a claim.
+        # Remember the attempted claims, because an offer remains until the leader has seen a claim.
         offered = [
             (index, offer.generation) for index, offer in self._file.state.offers.items()
             if self.rank.slot not in offer.avoid and (index, offer.generation) not in self._tried
@@ -127,7 +127,7 @@ class Claims:
         return claim if self.make(*claim) else None
 
     def _steal(self) -> tuple[int, int] | None:
-        """Claim the last unit of a bin drawn at random, with the cost left in each bin as its weight."""
+        """Claim the last unit of a random bin; a bin's probability is proportional to the cost left in it."""
         if self._free is None:
             self._free = self._list_free()
         # Both lost claims and listings put load on the file system, so stop after a few losses.
@@ -144,7 +144,7 @@ class Claims:
         return None
 
     def _list_free(self) -> list[list[int]]:
-        """Return the units without a claim, by bin, without empty bins. A claimed unit never returns to this list."""
+        """Return the units without a claim, by bin, omitting empty bins. A claimed unit never returns to this list."""
         claimed = latest_claims(self._stage)
         parts = ([index for index in part if index not in claimed] for part in self.launch.bins)
         return [part for part in parts if part]

@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 
 
 class Curves:
-    """Values over steps in trackers such as Weights & Biases. An error of a tracker ends its curves, never the run."""
+    """Curves in trackers such as Weights & Biases. An error of a tracker ends its curves, never the run."""
 
     def __init__(self) -> None:
         # For each tracker, the function that adds the values of a step, and the function that closes it.

@@ -1,4 +1,4 @@
-"""Breakdown of a rank's time: seconds spent on waiting for decoding, on running the model, and on the disk."""
+"""Breakdown of a rank's time: seconds spent waiting for decoding, running the model, and accessing the disk."""
 
 import time
 from collections import defaultdict

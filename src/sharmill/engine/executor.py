@@ -82,7 +82,7 @@ class Executor(ABC):
         """Raise ConfigError if the stages need GPUs on this machine and none can be used."""
 
     def find_jobs(self, run_dir: RunDir) -> Sequence[Any] | None:
-        """Return the queued jobs of a run; ``str`` of a job describes it.
+        """Return the queued jobs of a run; ``str(job)`` describes a job.
 
         Return None if this process continues a run that another process has started.
 

@@ -36,7 +36,7 @@ BATCHES_AHEAD: Final = 2
 # Seconds of audio in a bundle. Decoding a bundle takes about 20 ms, so the cost of a message is negligible.
 _BUNDLE_SECONDS: Final = 40.0
 # Number of bundles that a feeder usually has in advance, and the largest number that it may have. All of them fit into
-# a pipe, so that neither end blocks.
+# a pipe, so that neither side blocks.
 _BUNDLES_AHEAD: Final = 8
 _MOST_BUNDLES: Final = 2 * _BUNDLES_AHEAD
 # Number of consecutive feeders that may end without a current task. If more do, replacements would probably end too.
@@ -55,7 +55,7 @@ _ENVIRONMENT: Final = {
     "MALLOC_TRIM_THRESHOLD_": str(64 << 20),
 }
 # Size of a board in bytes. The first byte is the number of the current task, the second is the number of its bundle,
-# and each further byte is nonzero while one of the files with answers is in use.
+# and each further byte belongs to one answer file and is nonzero while that file is in use.
 _BOARD_BYTES: Final = 256
 # The task number on the board if there is no current task.
 _NOTHING: Final = 255
@@ -73,7 +73,8 @@ class _Request(Generic[Task, Result]):
         is_dropped: True if the result is no longer needed.
         parts: received parts of the result that are still to be used.
         num_parts: number of parts received.
-        num_known: number of known parts that a replacement feeder will send again.
+        num_known: number of parts that were received before and that a replacement feeder will send again; they are
+            ignored.
         error, traceback: the error that ended the task, if any.
     """
 
@@ -333,7 +334,7 @@ class Feeders(Generic[Task, Result]):
         """Replace a feeder that has ended, and let its current task fail. Its other tasks go to the new feeder."""
         current, bundle = feeder.board[:2]
         is_blamed = bool(
-            # The board may name a task that the feeder has already answered.
+            # The board may name a task whose result the feeder has already sent.
             feeder.bundles and bundle == feeder.num_answered % 256 and current < len(feeder.bundles[0])
         )  # fmt: skip
         self._num_lost = 0 if is_blamed else self._num_lost + 1
@@ -401,7 +402,7 @@ class Feed(Generic[Task, Result]):
 
 
 class _Inherited:
-    """An open file of this process, to be passed to a process that the fork server forks."""
+    """An open file of this process, to be passed to a process that the forkserver starts."""
 
     def __init__(self, file: int) -> None:
         self._file = file
@@ -415,7 +416,7 @@ def _detach(handle: Any) -> int:
 
 
 def _feed(pipe: Connection, file: int, pickled: bytes) -> None:
-    """Do the tasks that the rank sends until the rank ends; the kernel then ends this process too."""
+    """Until the rank ends, do the tasks that it sends; the kernel then ends this process too."""
     # Ctrl-C and a scheduler's SIGTERM reach all processes of a job, but only the rank must handle them.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -451,7 +452,7 @@ def _feed(pipe: Connection, file: int, pickled: bytes) -> None:
     os._exit(0)
 
 
-# The number of a task in its bundle, and either a part of the task's result or an error with its traceback.
+# The number of a task in its bundle, and either a part of the result or an error with its traceback.
 _Part = tuple[int, Any, Exception | None, str]
 
 

@@ -1,4 +1,4 @@
-"""The fence around the output of a stage: only ranks of one run's current plan can publish into it.
+"""The fence around the output of a stage: only ranks of one run's current plan can publish there.
 
 Each plan has a random token, which is passed to its ranks. The token begins with the id of the run, so that the owner
 of a folder is known. Ranks write only below two folders that are named by the token: ``ranks/<token>`` in the stage's
@@ -126,7 +126,8 @@ def require_own_output(stage: StageRun) -> None:
     if (own := stage.publication) is None:
         return
     refuse_reservations(own.root, stage.run_dir.read_id(), own.reserves())
-    # A reservation alone proves nothing if no plan exists, since other runs may have written files meanwhile.
+    # Without a plan, a reservation does not prove that the output is this run's own, since other runs may have written
+    # files meanwhile.
     if not (_own_folders(own.root, stage.run_dir).issuperset(own.reserves()) and stage.dir.token_file.exists()):
         own.check_output()
 
@@ -201,15 +202,15 @@ def _is_copy(run_dir: RunDir, first: str) -> bool:
         return False
     original = RunDir(Path(first))
     try:
-        # Compare only inodes, because a directory that is mounted twice may have two device numbers.
+        # Compare only inodes, because a file system that is mounted twice may have two device numbers.
         is_same = original.path.stat().st_ino == run_dir.path.stat().st_ino
         return not is_same and original.read_id() == run_dir.read_id()
     except (OSError, ValueError):
-        return True  # a directory that cannot be accessed from here may exist
+        return True  # the directory may exist, although it cannot be accessed from here
 
 
 def refuse_reservations(root: Path, own: str = "", folders: Collection[str] = (_ALL,)) -> None:
-    """Raise ConfigError if another run has reserved one of these folders, by default any folder.
+    """Raise ConfigError if another run has reserved one of these folders (by default, any folder).
 
     Reservations are removed if this user made them on this host and their run directory is gone.
 
@@ -237,14 +238,15 @@ def refuse_reservations(root: Path, own: str = "", folders: Collection[str] = (_
 
 
 def _place(run: Path) -> tuple[str, str, int]:
-    """Return this host, this user, and the device number of the file system with the run directory's parent."""
+    """Return this host, this user, and the device number of the file system that holds the run directory's parent."""
     return socket.gethostname(), user_name(), run.parent.stat().st_dev
 
 
 def _is_of_here(reservation: Reservation) -> bool:
-    """Return True if this user made a reservation on this host, and the file system of its run directory is mounted.
+    """Return True if this user made a reservation on this host, and the file system with its run directory is mounted.
 
-    If it is not mounted, its empty mount point belongs to another file system, with another device number.
+    If that file system is not mounted, its empty mount point belongs to another file system, with another device
+    number.
     """
     with suppress(OSError):
         return _place(Path(reservation.run)) == (reservation.host, reservation.user, reservation.device)
@@ -256,7 +258,7 @@ def _is_missing(run: str) -> bool:
     try:
         Path(run).lstat()
     except (OSError, ValueError) as error:
-        return isinstance(error, FileNotFoundError)  # it may exist in a folder that this user cannot read
+        return isinstance(error, FileNotFoundError)  # another error does not prove that the directory is missing
     return False
 
 
@@ -306,11 +308,11 @@ def _own_folders(root: Path, run_dir: RunDir) -> set[str]:
     is_gone = _is_missing(found.run)
     try:
         held = (run_dir if is_gone else RunDir(Path(found.run))).read_reserved()
-        # This is False if the dataset directory was moved or copied as well.
+        # The dataset directory may have been moved or copied as well; this is False then.
         is_held = held is not None and held.exists() and held.samefile(root)
     except OSError:
         is_held = True
-    # A missing run directory was moved here, unless it lies on another host.
+    # If the recorded run directory is missing, it was moved here, unless it is on another host.
     is_own = not is_held or (_is_of_here(found) if is_gone else not _is_copy(run_dir, found.run))
     if not is_own and found.inode != run_dir.path.stat().st_ino:
         raise ConfigError(
@@ -396,7 +398,7 @@ def is_current(stage: StageRun) -> bool:
 
 
 def superseded(stage: StageRun) -> FatalError:
-    """Return the error of a rank whose plan is no longer current, or never became visible on its node."""
+    """Return the error of a rank whose plan is no longer current, or whose plan never became visible on its node."""
     seconds = stage.options.seconds_until_seen
     late = f", or is not visible on this node after {seconds:g} s (executor.seconds_until_seen)" if seconds else ""
     return FatalError(

@@ -4,7 +4,7 @@ import numpy as np
 
 
 def find_first(*columns: np.ndarray) -> np.ndarray:
-    """Return, for each row, the number of the first row that is equal in all columns; shape (N,), uint32.
+    """For each row, return the number of the first row that is equal in all columns; shape (N,), uint32.
 
     Besides the columns, this takes about 30 bytes of memory per row.
 

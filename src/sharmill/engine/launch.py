@@ -166,7 +166,7 @@ def has_seen_ends(stage: StageRun) -> bool:
 
 
 def latest_claims(stage: StageRun) -> dict[int, int]:
-    """Return the highest generation of the claims on each unit, by unit index, from a single listing of the folder."""
+    """Return the generation of the latest claim on each unit, by unit index, from a single listing of the folder."""
     found: dict[int, int] = {}
     for path in stage.ranks.claims.iterdir():
         unit, _, generation = path.name.partition(".")
@@ -220,7 +220,8 @@ def find_live(paths: StageDir, lease_seconds: float = RunOptions.lease_seconds, 
     found = paths.ranks
     if paths.done.exists() or not found.launch.exists():
         return []
-    # Take the time from the file system, whose clock set the times of the records. This also refreshes its listing.
+    # Take the time from the file system, whose clock set the times of the records. This also refreshes this node's
+    # listing of the folder.
     now = time_of_folder(found.path)
     records = [one for kind in ("driver", *(["rank"] if ranks else [])) for one in read_progress(found.progress, kind)]
     live = [one for one in records if one.is_alive(now, lease_seconds)]

@@ -112,7 +112,7 @@ class Leader:
         self._claims_listed = -math.inf
         self._claimed: dict[int, int] = dict(notes.launch.first)
         self._claims: dict[tuple[int, int], Claim] = {}
-        # The time at which all missing units were first found to be given up; infinite if some may still be tried.
+        # The first time at which all missing units were found to be given up; infinite if some may still be tried.
         self._over_since = math.inf
 
     def silent_ranks(self) -> list[int]:
@@ -139,7 +139,7 @@ class Leader:
             raise
         attempts, missing = notes.attempts, notes.missing
         live = self._find_live(now)
-        # List the claims more often while units are offered, to see which of these were claimed.
+        # While units are offered, list the claims more often, to see which of these units have been claimed.
         pause = self._lease / BEATS_PER_LEASE if found.offers else self._lease
         if self._new_dead or now - self._claims_listed >= pause:
             self._end_attempts_of_dead_ranks(now)

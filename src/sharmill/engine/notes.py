@@ -68,7 +68,7 @@ class Notes:
 
 
 class StageNotes(Notes):
-    """The commits and attempts of the ranks of a stage since its launch.
+    """The commits and attempts by the ranks of a stage since the launch of these ranks.
 
     Args:
         stage: the stage, with its current plan.

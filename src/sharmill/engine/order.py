@@ -55,13 +55,15 @@ def stage_classes(config: Config) -> dict[str, type[Stage]]:
 
 
 def _reads(stage: type[Stage], kind: str) -> bool:
-    """Return True if a stage's ``after`` names this kind, or the step of this kind if the stage is of another step."""
+    """Return True if a stage's ``after`` names this kind, or if it names the step of this kind and the stage is of
+    another step.
+    """
     step = step_of(kind)
     return kind in stage.after or (step in stage.after and step != step_of(stage.kind))
 
 
 def dependent_stages(config: Config, kind: str) -> list[str]:
-    """Return a kind of stage and all kinds that depend on it, directly or indirectly, in order of execution."""
+    """Return a kind of stage and all kinds that depend on it, directly or indirectly, in the order of execution."""
     classes, dependents = stage_classes(config), {kind}
     for other, stage in classes.items():
         if "*" in stage.after or any(_reads(stage, one) for one in dependents):
@@ -94,7 +96,10 @@ def choose_stages(config: Config, names: Iterable[str] | None = None) -> Sequenc
 
 
 def make_stages(config: Config, names: Iterable[str] | None = None) -> list[StageRun]:
-    """Return the named stages, by default all, in the order in which they run; one per item if a section is a list."""
+    """Return the named stages (by default, all stages) in the order in which they run.
+
+    If the section of a stage is a list, there is one ``StageRun`` for each item of the list.
+    """
     run_dir, options, classes = RunDir(Path(config.run_dir)), RunOptions.from_config(config), stage_classes(config)
     runs = []
     for kind in choose_stages(config, names):
@@ -127,9 +132,9 @@ def config_of_run(run_dir: str | Path) -> Config:
 def dependent_folders(stage: StageRun) -> list[StageDir]:
     """Return the folders of the stages whose output is removed when a stage is restarted.
 
-    The list is empty unless the stage replaces all of ``root``. Otherwise it contains all stages in the run directory
-    except the stage itself, stages that do not depend on its output, and stages that read the output of all stages,
-    since they detect the change themselves.
+    If the stage does not replace all of ``root``, the list is empty. Otherwise it contains all stages in the run
+    directory except the following: the stage itself, stages that do not depend on its output, and stages that read the
+    output of all stages, because these detect the change themselves.
     """
     if stage.publication is None or not stage.publication.replaces_root:
         return []

@@ -13,7 +13,8 @@ class Rank:
     """The parameters with which a rank is started.
 
     Attributes:
-        number: the number of its bin and of its log. A rank whose number is beyond the bins has no bin of its own.
+        number: the number of the rank, and also of its bin and its log. A rank whose number is beyond the last bin has
+            no bin of its own.
         slot: the host with the GPU or core, such as ``host/gpu 0``.
         device: ``cpu`` or ``cuda``.
         owner: the random id of the process.

@@ -56,7 +56,7 @@ _OWN_FILES: Final = (
 )  # fmt: skip
 _SHOWN_CHARACTERS: Final = 60
 _FOLDER_KEYS: Final = {"folder", "from_run_dir"}
-# Keys of an identity whose values mean nothing to people, with a message about their change.
+# Keys of an identity whose values mean nothing to people, each with the message about a change of its value.
 _CHECKSUMS: Final = {"input": "the input has other content", "files": "files of the dataset have changed"}
 
 
@@ -102,8 +102,8 @@ def show(value: Any) -> str:
 def read_or_make_plan(stage: StageRun, *, restart: bool = False) -> tuple[StageRun, list[Unit]]:
     """Return the stage with its plan's token, and the units of the plan; make a plan if there is none.
 
-    A new plan is also made if ``restart`` is True, if it was requested, or if the plan is outdated and little work is
-    lost.
+    A new plan is also made if ``restart`` is True, if one was requested, or if the plan is outdated and replacing it
+    loses little work.
 
     Raises:
         ConfigError: the existing plan has another configuration, input or version, or the output belongs to another
@@ -135,18 +135,21 @@ def read_or_make_plan(stage: StageRun, *, restart: bool = False) -> tuple[StageR
                 code="changed_plan",
             )
     elif not restart and _is_planned(stage):
-        # Another node has made the plan, and this node had not seen it yet.
+        # Another node has made the plan, but this node had not seen it until now.
         return read_or_make_plan(stage, restart=False)
     return _freeze(stage, identity, run_id)
 
 
 def _is_cheap_to_replan(stage: StageRun) -> bool:
-    """Return True if a new plan loses little work: for checks of all stages, and for secondary rounds of a step."""
+    """Return True if a new plan loses little work.
+
+    This is true of stages that read the output of all stages, such as checks, and of the secondary rounds of a step.
+    """
     return "*" in stage.declaration.after or step_of(stage.kind) != stage.kind
 
 
 def request_replan(stage: StageRun) -> None:
-    """Make the next run that reaches the stage plan it again, even without ``--restart``.
+    """Request that the next run that reaches the stage makes a new plan for it, even without ``--restart``.
 
     The request is stored because the current run may end before it reaches the stage: it may be killed, or it may leave
     the rest to jobs.
@@ -156,7 +159,7 @@ def request_replan(stage: StageRun) -> None:
 
 
 def request_replan_if_audio_came(stage: StageRun, has_audio: Callable[[Any, int | None], bool]) -> None:
-    """Request another plan if the stage rejected all records, but the missing audio of one of them exists by now.
+    """Request another plan if the stage rejected all records, but the missing audio of one of them exists now.
 
     Args:
         has_audio: returns True if the audio of a record may exist; its second argument is the number of the source.

@@ -71,7 +71,7 @@ class RankProgress(Process, kw_only=True):
     written: float = 0.0
 
     def is_alive(self, now: float, seconds: float = SILENT_SECONDS) -> bool:
-        """Return True if the process is not known to have ended and has written within the last ``seconds``.
+        """Return True if the process is not known to have ended and has sent a heartbeat within the last ``seconds``.
 
         ``now`` must be a time by the clock of the file system, like ``written``. A ``written`` time far in the future
         does not count as a heartbeat.
@@ -232,7 +232,7 @@ def mark_ended(folder: Path, owner: str, *, size: int | None = None, record: Ran
 def read_heartbeat(folder: Path, heartbeat: Heartbeat) -> RankProgress | None:
     """Return the progress in the file of a heartbeat; None if the file cannot be read or was renamed meanwhile."""
     # The file is not synced to disk, so it may be empty after a power failure, removed by a new launch, or stale on a
-    # shared disk. None of these may end a run, because progress is only for display.
+    # shared disk. None of these problems may end a run, because progress is only for display.
     with suppress(*NOT_JSON, OSError, ConfigError):
         with open_stored(folder / heartbeat.file) as stream:
             record = msgspec.json.decode(stream.read(1 << 20), type=RankProgress)

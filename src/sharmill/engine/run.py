@@ -44,7 +44,7 @@ def locked(run_dir: RunDir, wait_seconds: float = 0.0) -> FolderLock:
     """Return the lock on a run directory, which keeps two processes that direct the run from undoing each other's work.
 
     Raises:
-        ConfigError: the directory is not writable, or, on entering the lock, another process still holds it after
+        ConfigError: the directory is not writable, or, when the lock is entered, another process still holds it after
             ``wait_seconds``.
     """
     require_writable(run_dir.path)
@@ -68,7 +68,7 @@ def reserved(run_dir: RunDir, stages: Sequence[StageRun], *, restart: bool, rele
         reserve(stages, restart=restart)
         yield
     except BaseException:
-        # Raise the error that ended the run, rather than an error of the release.
+        # Raise the error that ended the run, rather than an error that occurs while the reservation is released.
         with suppress(FatalError, OSError):
             end()
         raise

@@ -67,7 +67,7 @@ class RankFolders:
         return self.rejects / f"{index:06d}.jsonl"
 
     def notes_on(self, checksums: Iterable[str]) -> Path:
-        """Return the path of a unit's notes on its published files, which have these checksums."""
+        """Return the path of a unit's notes on its published files, which are identified by their checksums."""
         return self.notes / f"{checksum_bytes(''.join(sorted(checksums)).encode())}.npy"
 
 
@@ -85,13 +85,13 @@ class StageDir:
         self.identity = self.plan / "identity.json"
         self.units = self.plan / "units.jsonl"
         self.token_file = self.plan / "token"
-        # A file that exists if another plan was requested; it is removed together with this plan.
+        # If this file exists, a new plan was requested. The file is removed together with the present plan.
         self.replan = self.plan / "replan"
         self.logs = path / "logs"
         self.driver_log = self.logs / "driver.log"
         self.failures = path / "failures.jsonl"
         self.rejects = path / "rejects.jsonl"
-        # The first commits of units that must be processed again.
+        # The original commits of units that must be processed again.
         self.revoked = path / "revoked.jsonl"
         # The totals, written last of all: if the file exists, the stage is finished.
         self.done = path / "done.json"
@@ -109,7 +109,7 @@ class StageDir:
         return RankFolders(self.all_ranks / (token or "none"), token)
 
     def is_finished(self) -> bool:
-        """Return True if the stage is finished and no other plan was requested."""
+        """Return True if the stage is finished and no new plan was requested."""
         return self.done.exists() and not self.replan.exists()
 
     def read_token(self) -> str:

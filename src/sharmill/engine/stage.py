@@ -41,8 +41,8 @@ class Processor(ABC):
     """A stage that is loaded in one rank and ready to process units.
 
     Attributes:
-        device_kind: the kind of device that the output depends on. Devices that give the same bytes have the same text;
-            it is empty if the output does not depend on the device.
+        device_kind: the kind of device that the output depends on. Devices that give the same bytes share the same
+            text; the text is empty if the output does not depend on the device.
     """
 
     device_kind: str = ""
@@ -139,7 +139,7 @@ class StageInput(Protocol):
         """Raise ConfigError if the input cannot be read; called before any work."""
 
     def check_node(self) -> None:
-        """Raise DeviceError ``unlike_nodes`` if the input is not visible on the node of this process."""
+        """Raise DeviceError with the code ``unlike_nodes`` if the input is not visible on the node of this process."""
 
 
 @runtime_checkable
@@ -289,7 +289,8 @@ class RunOptions:
     def time_limit(self, unit: Unit) -> float | None:
         """Return the seconds after which an attempt at a unit ends its rank; None if there is no limit."""
         if self.unit_time_limit == "auto":
-            # All known stages need far less time per record or second of audio, and an hour allows for a stalled disk.
+            # All known stages need far less time than this per record or second of audio, and an hour allows for a
+            # stalled disk.
             return max(3600.0, 10.0 * unit.cost)
         return self.unit_time_limit
 
@@ -439,10 +440,11 @@ class StageRun:
 
         Args:
             names: products or facts that must exist.
-            facts: the types to which facts are converted, by their names; these facts must exist too.
+            facts: for each fact, by name, the type to which it is converted; these facts must exist too.
 
         Raises:
-            ConfigError: the stage is not finished, or a name is missing, or a fact has another type.
+            ConfigError: the stage is not finished, a product or fact is missing, or a fact cannot be converted to its
+                type.
         """
         totals = self.run_dir.stage(stage).read_totals()
         if totals is None:

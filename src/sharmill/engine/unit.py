@@ -150,7 +150,7 @@ class Totals(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def add_up(commits: Sequence[Commit]) -> Totals:
-    """Return the sums of the commits' counts; ``hours`` is the kept audio, from the sum of ``stats['seconds']``."""
+    """Return the sums of the commits' counts; ``hours`` is the kept audio, computed from ``stats['seconds']``."""
     rejects = Counter[str]()
     for commit in commits:
         rejects.update(commit.rejects)

@@ -136,7 +136,7 @@ class StageView:
 
     @property
     def seconds_left(self) -> float | None:
-        """The predicted remaining time in seconds; None if the stage is not under way or cannot be predicted."""
+        """The predicted remaining time in seconds; None if the stage is not under way or no prediction is possible."""
         if not self.rate or self.state != "under way" or self.late:
             return None
         seconds = (self.cost - self.cost_done) / self.rate
@@ -247,7 +247,7 @@ def _overdue_units(
     overdue = []
     for rank in ranks:
         if pace is not None and pace.rate and rank.unit in costs:
-            # Use the rank's clock up to its last record, and the clock of the file system since then.
+            # Use the rank's clock up to its last record, and the file system's clock after that.
             seconds = rank.updated - rank.unit_began + now - rank.written
             expected = costs[rank.unit] / pace.rate
             if seconds > 2.0 * expected:

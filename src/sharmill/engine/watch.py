@@ -51,7 +51,7 @@ class Watcher:
         self._file = StateFile(stage.ranks.state)
         self._delay = number * _SECONDS_APART
         self._id = uuid4().hex
-        # Set if this process leads or has led.
+        # The leader object; None until this process becomes the leader for the first time.
         self._leader: Leader | None = None
         self._notes: StageNotes | None = None
         # The state seen last, and the time at which this process may lead if the state does not change until then.
@@ -110,7 +110,9 @@ class Watcher:
             self.notes.hear(progress)
 
     def wait(self, seconds: float) -> None:
-        """Look at the stage, then sleep for at most ``seconds`` unless it has ended; for a rank in this process."""
+        """Look at the stage, then sleep for at most ``seconds`` unless the stage has ended; called by a rank in this
+        process.
+        """
         # This process may know that the stage has ended before it can write that to the state.
         if not self.look() or not self._file.read().ended:
             time.sleep(min(seconds, 0.25))

@@ -334,7 +334,7 @@ class _Worker:
 def classify_exit(seconds: float, job_seconds: float | None) -> tuple[NoteKind, str]:
     """Return the kind and the text of a note about an attempt whose rank was told to stop after ``seconds``.
 
-    The attempt counts as failed if it ran for more than half of the time limit of a job.
+    The attempt counts as failed if it ran for more than half of the job's time limit.
     """
     left = f"its rank was told to stop after {seconds:.0f} s"
     if job_seconds is None or seconds <= 0.5 * job_seconds:

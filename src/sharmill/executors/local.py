@@ -136,8 +136,8 @@ class LocalExecutor(ConfiguredExecutor):
 
     def supervise(self, stage: StageRun, numbers: Sequence[int], watcher: Watcher) -> None:
         devices = self._devices(stage)[: len(numbers)]
-        # A rank with a GPU or a time limit needs its own process, because a failed device may break it or the limit may
-        # end it.
+        # A rank with a GPU or a time limit needs its own process, because a failed device may break that process, and
+        # the time limit may end it.
         has_limit = isinstance(stage.options.unit_time_limit, float | int)
         is_inline = str(self.workers) == "1" and devices[0].kind == "cpu" and not has_limit
         with logging_to(stage.dir.rank_log(numbers[0]) if is_inline else stage.dir.driver_log, stage.options.log_level):

@@ -127,7 +127,7 @@ def _count_places(cores: int, gpus: int) -> int:
 
 
 class RankActor:
-    """A supervisor of one rank on a node of the cluster."""
+    """The supervisor of one rank, on a node of the cluster."""
 
     def run(
         self, version: str, folder: Path | None, pickled: bytes, number: int, device: str, cores: int
@@ -138,7 +138,8 @@ class RankActor:
 
         Args:
             version: the driver's version of sharmill.
-            folder: the folder to which relative paths refer; None if the driver runs in a copy made by Ray.
+            folder: the folder to which relative paths refer; None if the driver runs in Ray's temporary copy of the
+                job's working directory.
             pickled: the pickled stage; unpickling imports its modules.
             number: the number of the rank.
             device, cores: the kind of device of the rank, and its number of cores.
@@ -178,13 +179,13 @@ def _unlike(message: str) -> DeviceError:
 
 @dataclass
 class _Actors:
-    """The actors of a stage, as managed by the driver: requested, kept in bad places, and killed at the end.
+    """The actors of a stage, which the driver requests, keeps in bad places, and kills at the end.
 
     A place is the room for one actor on a node. It is bad if a rank cannot work there.
 
     Attributes:
-        working: the rank number and the handle of each working actor, by its call.
-        holding: the rank number and the handle of each actor that occupies a bad place, by its call.
+        working: the rank number and the handle of each working actor, by Ray's reference to its call.
+        holding: the same for each actor that occupies a bad place.
         given_up: the errors of ranks that cannot work in their places, by message.
         deaths: number of actors that have died since a rank was last ready.
     """
@@ -227,7 +228,8 @@ class _Actors:
         finally:
             for _, actor in [*self.working.values(), *self.holding.values()]:
                 ray.kill(actor)
-            # Wait first, because an actor that is still alive would undo the mark with its next heartbeat.
+            # Wait before marking the ranks as ended, because an actor that is still alive would overwrite the mark with
+            # its next heartbeat.
             self._await_end()
             self._mark_ended({number for number, _ in self.working.values()})
 
@@ -248,7 +250,8 @@ class _Actors:
         kind = _import_ray().remote(num_cpus=self.cores, num_gpus=self.gpus, scheduling_strategy="SPREAD")(RankActor)
         folder = None if _is_in_copy() else Path.cwd()
         for _ in range(min(most, len(self.watcher.notes.missing)) - len(self.working)):
-            # Do not reuse numbers of actors in bad places, whose slots are excluded, or of ranks of other drivers.
+            # Do not reuse the numbers of actors in bad places, whose slots are excluded, or the numbers of other
+            # drivers' ranks.
             taken = {number for number, _ in [*self.working.values(), *self.holding.values()]}
             taken |= {rank.rank for rank in self.watcher.ranks if not rank.ended}
             number = next(number for number in count(self.first_number) if number not in taken)
@@ -262,7 +265,7 @@ class _Actors:
         """Wait up to two seconds for calls to end, and handle the calls that have ended.
 
         Raises:
-            FatalError: actors die one after the other, and no rank is ready.
+            FatalError: one actor after another dies, and no rank is ready.
         """
         ray, calls = _import_ray(), self.working | self.holding
         ended, _ = ray.wait(list(calls), num_returns=len(calls), timeout=2.0)

@@ -84,7 +84,7 @@ class Device:
 
     @classmethod
     def given(cls, kind: str) -> "Device":
-        """Return the device for the rank of a job; for ``cuda``, it is the first visible GPU."""
+        """Return the device for the rank of a job: the first visible GPU if ``kind`` is ``cuda``, otherwise the CPU."""
         return cls(kind, os.environ.get(VISIBLE, "").split(",")[0] if kind == "cuda" else "")
 
     def slot(self, number: int) -> str:
@@ -112,7 +112,7 @@ def visible_gpus() -> tuple[str, ...]:
 
 
 def usable_gpus(device: str) -> tuple[str, ...]:
-    """Return the GPUs for ranks of this process; ``device`` is the value of ``executor.device``.
+    """Return the GPUs for the ranks that this process starts; ``device`` is the value of ``executor.device``.
 
     Raises:
         ConfigError: GPUs are required or were allocated to this job, but torch finds none.

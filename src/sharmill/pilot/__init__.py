@@ -1,1 +1,1 @@
-"""Pilot runs: a small sample of the input, from which thresholds, rejects, time and cost of the whole are predicted."""
+"""Pilot runs, which predict thresholds, rejects, time and cost for the whole input from a small sample of it."""

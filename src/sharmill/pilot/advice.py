@@ -6,16 +6,16 @@ of another speaker (misplaced), and a group may contain several speakers. Simila
 estimated from utterances of *different* groups:
 
 1. A misplaced utterance gets the best context of a group that is not its speaker's. Therefore each utterance is tried
-   in every other group of the pilot, with as many candidates as in its own group. The share of misplaced utterances is
-   estimated from the rank of the utterance's own group among all groups, by the best context in each. For a correctly
-   labelled utterance, its own group has the best context. For a misplaced one, its own group is like any other group,
-   so every rank is equally likely. This is the estimator for the share of true null hypotheses by J. D. Storey, "A
-   direct approach to false discovery rates", 2002. One is added to the count, so that a small pilot does not prove
-   more than its size allows.
+   in every other group of the pilot, with as many candidates as in its own group. All groups are then ranked by the
+   best context in each, and the share of misplaced utterances is estimated from the ranks of the utterances' own
+   groups. For a correctly labelled utterance, its own group has the best context. For a misplaced utterance, its own
+   group is like any other group, so every rank is equally likely. This is the estimator for the share of true null
+   hypotheses by J. D. Storey, "A direct approach to false discovery rates", 2002. One is added to the count, so that a
+   small pilot does not prove more than its size allows.
 2. Even a correctly labelled utterance may have candidates of other speakers in its group (foreign). Their share is
-   estimated from its least similar candidates: half of all foreign candidates are below the median of other groups,
-   but hardly any candidates of the same speaker are. A foreign candidate becomes the context with the probability that
-   a candidate of another group is more similar than the context that was found.
+   estimated from its least similar candidates: half of all foreign candidates are less similar than the median
+   candidate of other groups, but hardly any candidates of the same speaker are. A foreign candidate becomes the context
+   with the probability that a candidate of another group is more similar than the context that was found.
 
 If there is only one group, a reference of the encoder replaces the other groups: quantiles of similarities between
 different speakers, which were measured once. Candidates are then assumed to be independent of each other.
@@ -40,7 +40,8 @@ _STEPS = 100
 # To keep the upper bound on the share of wrong speakers below the limit too, the threshold may be raised as long as at
 # most this share of the contexts is lost.
 _FOR_SAFETY = 0.1
-# An upper bound of up to this factor times the lowest one counts as equally good, because a lower bound costs contexts.
+# An upper bound of at most this factor times the lowest bound counts as equally good, because a lower bound costs
+# contexts.
 _NEARLY = 1.25
 # No threshold is recommended that loses more than this share of the contexts.
 _MOST_LOST = 0.5
@@ -94,7 +95,7 @@ class Voices:
 
     @property
     def has_others(self) -> bool:
-        """Return True if every utterance with a context can be tried in another group."""
+        """Return True if every utterance with a context can also be tried in a group of another speaker."""
         return bool(self.is_across[self.matched].any(axis=1).all())
 
 
@@ -124,7 +125,7 @@ def _estimate_wrong_speakers(voices: Voices, thresholds: np.ndarray) -> tuple[fl
     explained = min(1.0, beaten / (1 - _BEATEN))
 
     def expect(beaten: float, low: float, accepted: np.ndarray, one: float) -> tuple[float, float, np.ndarray]:
-        """Return the share of misplaced utterances, of foreign candidates and, by threshold, of wrong contexts (T,)."""
+        """Return the shares of misplaced utterances, of foreign candidates and, as an array (T,), of wrong contexts."""
         misplaced = min(1.0, (beaten + one) / (1 - _BEATEN))
         # Count only the candidates of utterances that are not misplaced themselves.
         of_rest = (low / _MIDDLE - explained) / (1 - explained) if explained < 1 else 1.0
@@ -139,7 +140,7 @@ def _estimate_wrong_speakers(voices: Voices, thresholds: np.ndarray) -> tuple[fl
 
 
 def _effective_size(weights: np.ndarray) -> float:
-    """Return the size of an equivalent sample with equal weights; L. Kish, "Survey Sampling", 1965."""
+    """Return the size of a sample with equal weights that is equally precise; L. Kish, "Survey Sampling", 1965."""
     return float(weights.sum() ** 2 / (weights**2).sum())
 
 
@@ -147,7 +148,7 @@ def upper_bound(share: float | np.ndarray, size: float) -> np.ndarray:
     """Return the upper confidence limit (95 %) of the true share, for a sample of this size with the given share.
 
     C. J. Clopper and E. S. Pearson, "The use of confidence or fiducial limits illustrated in the case of the binomial",
-    1934. For means of numbers between 0 and 1, which vary less than counts, the limit is conservative.
+    1934. For means of numbers between 0 and 1, which vary less than counts do, the limit is conservative.
 
     >>> upper_bound(0.0, 100).round(4)
     np.float64(0.0295)
@@ -163,7 +164,7 @@ def _share_wrong(
     voices: Voices, chance: "_OtherGroups | _Reference", weights: np.ndarray, thresholds: np.ndarray,
     misplaced: float, foreign: float, accepted: np.ndarray,
 ) -> np.ndarray:  # fmt: skip
-    """Return the share of contexts that come from wrong speakers, by threshold, (T,); NaN without any contexts."""
+    """Return the share of contexts that come from wrong speakers, by threshold, (T,); NaN if there are no contexts."""
     total = weights.sum()
     found = np.array([weights[voices.best >= threshold].sum() for threshold in thresholds])
     num_foreign = foreign * voices.is_within.sum(axis=1)
@@ -184,7 +185,8 @@ class _OtherGroups:
         tried = self._try_elsewhere(voices.candidates)
         known = np.isfinite(tried)
         better = np.where(known, tried > voices.best[:, None], False).sum(axis=1)
-        # For each utterance, the share of the other groups in which it finds a better context than in its own, (N,).
+        # For each utterance, the share of the other groups in which it finds a better context than in its own group,
+        # (N,).
         self.beaten = np.divide(better, known.sum(axis=1), out=np.zeros(len(better)), where=known.any(axis=1))
         # Leave out misplaced utterances, because other groups may contain utterances of their own speaker.
         at_home = (self.beaten <= _BEATEN) & voices.candidates
@@ -231,8 +233,9 @@ class _OtherGroups:
         return np.array([weights[best >= threshold].sum() for threshold in thresholds]) / weights.sum()
 
     def exceeded(self, least: np.ndarray, number: np.ndarray) -> np.ndarray:
-        """Return the probability (N,) that one of ``number`` (N,) wrong candidates is more similar than ``least``,
-        (N,).
+        """Return the probability that one of ``number`` wrong candidates is more similar than ``least``.
+
+        All arrays have one item per utterance, (N,).
         """
         below = [
             np.searchsorted(row, value, side="right") / len(row) if len(row) else 1.0
@@ -248,8 +251,8 @@ class _Reference:
         self._number = voices.is_within.sum(axis=1)
         self._weights = voices.weights * voices.matched
         self._similarities, self._shares = np.array(voices.reference).T
-        # For each utterance, the probability that as many candidates as in its own group, but all of other speakers,
-        # would include a better context than was found, (N,).
+        # For each utterance, the probability of finding a better context among as many candidates as its own group has,
+        # if all of them were other speakers, (N,).
         self.beaten = self.exceeded(voices.best, self._number)
         self.medians = np.full(len(self._number), np.interp(_MIDDLE, self._shares, self._similarities))
 
@@ -259,8 +262,9 @@ class _Reference:
         return np.array([(self._weights * chance).sum() for chance in chances]) / self._weights.sum()
 
     def exceeded(self, least: np.ndarray, number: np.ndarray) -> np.ndarray:
-        """Return the probability (N,) that one of ``number`` (N,) wrong candidates is more similar than ``least``,
-        (N,).
+        """Return the probability that one of ``number`` wrong candidates is more similar than ``least``.
+
+        All arrays have one item per utterance, (N,).
         """
         return 1 - np.interp(least, self._similarities, self._shares) ** number
 
@@ -286,9 +290,9 @@ class Advice(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         thresholds: the thresholds.
-        misplaced: the share of utterances in a group of another speaker; None if it cannot be estimated.
-        foreign: the share of other speakers among the candidates of utterances that are not misplaced; None if it
-            cannot be estimated.
+        misplaced: the share of utterances that are in the group of another speaker; None if it cannot be estimated.
+        foreign: the share of candidates from other speakers among the candidates of utterances that are not misplaced;
+            None if it cannot be estimated.
         recommended: one of ``thresholds``; None if there is no recommendation.
         reason: one sentence with the reason for the recommendation, or for its absence.
     """
@@ -373,5 +377,5 @@ def _bound(one: Threshold) -> float:
 
 
 def _costing(thresholds: Sequence[Threshold], lowest: Threshold, part: float) -> list[Threshold]:
-    """Return the thresholds that lose at most this share of the contexts of the lowest threshold."""
+    """Return the thresholds that lose at most the share ``part`` of the contexts found with ``lowest``."""
     return [one for one in thresholds if one.context_share >= lowest.context_share * (1 - part)]

@@ -54,8 +54,8 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True):
         formats: the formats of the audio files.
         durations: quantiles of the durations, in seconds, of the utterances that passed the checks; the keys are the
             quantile levels.
-        too_short_for_context: share of these utterances with a duration outside ``match.min_duration`` and
-            ``max_duration``.
+        too_short_for_context: of the utterances that passed the checks, the share with a duration outside the range
+            from ``match.min_duration`` to ``match.max_duration``.
         advice, similarities: the advice and the histograms of similarities; None for a dataset without contexts.
         near_copies: number of utterances whose context would have the same text, the same length and nearly the same
             sound, and is therefore probably a lossy or quieter copy.

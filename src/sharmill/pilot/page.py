@@ -1,4 +1,4 @@
-"""The section about the pilot in the report page of a run."""
+"""The pilot section of a run's report page."""
 
 from typing import Final
 

@@ -1,4 +1,4 @@
-"""The pilot: draw whole speaker groups, check, decode and embed them, and predict the outcome of a run over all input.
+"""The pilot: draw whole speaker groups, check, decode and embed them, and predict the outcome of a full run.
 
 To measure the rates of the stages after match, a small dataset is made from the drawn records: it is written, encoded
 and validated.
@@ -90,7 +90,7 @@ def draw_groups(groups: np.ndarray, size: int, seed: int) -> Sample:
     """
     generator = np.random.Generator(np.random.PCG64(seed))
     sizes = np.bincount(groups)
-    # The largest number of records to take from one group.
+    # The largest number of records that are taken from one group.
     most = max(100, size // max(1, len(sizes)))
     drawn = groups[generator.permutation(len(groups))]
     names, first = np.unique(drawn, return_index=True)
@@ -177,7 +177,7 @@ def _read_groups(config: Config, check: RecordCheck, pieces: list[tuple[int, Pie
 
 
 def _read_rows(config: Config, pieces: list[tuple[int, Piece]], rows: list[int]) -> Iterator[tuple[int, RawRecord]]:
-    """Yield the source number and the raw record for each row, in increasing order; read only the pieces with rows."""
+    """Yield the source number and the raw record of each row, in increasing order; other pieces are not read."""
     wanted, begin = set(rows), 0
     for number, piece in pieces:
         here = wanted.intersection(range(begin, begin + piece.num_records))

@@ -156,7 +156,7 @@ def shard_record(commit: Commit, fields: Iterable[Field], index: int, folder: st
 
     Args:
         index: the number of the shard.
-        folder: the folder of the dataset, with which the names of the published files begin.
+        folder: the prefix of the published files' names that stands for the folder of the dataset.
     """
     names = {file.name.removeprefix(folder): file for file in commit.files}
     files = {field.name: (field.path(index), names[field.path(index)]) for field in fields}
@@ -246,7 +246,7 @@ class FieldProcessor(Processor):
         )
 
     def items(self, field: str, unit: Unit, ids: list[str]) -> Iterator[Item]:
-        """Yield the items of an existing field for the cuts of a unit's shard, which have these ids."""
+        """Yield the items of an existing field for the cuts of a unit's shard; ``ids`` has the ids of these cuts."""
         table = ItemTable(self.dataset.file(field, unit.index), ids=ids)
         yield from map(table.item, range(len(ids)))
 

@@ -18,7 +18,7 @@ def segment_roots(config: Config) -> AudioRoots:
 
 
 def segment_reader(run: StageRun) -> SegmentReader:
-    """Return the reader for the segments that the stage prepare has accepted."""
+    """Return the reader for the segments that the ``prepare`` stage has accepted."""
     facts = run.totals_of("prepare", duration_tolerance=float).facts
     return SegmentReader(segment_roots(run.config), facts["duration_tolerance"])
 

@@ -1,4 +1,4 @@
-"""Manifests between stages, with columns: arrays of the values that a plan needs from each line without parsing it.
+"""Manifests for later stages, with columns: arrays of line values, so that plans need not parse the lines.
 
 The rank that writes a part of a manifest also writes its columns. At the end of the stage, the columns are merged into
 one array each, and become products of the stage beside the manifest.
@@ -145,7 +145,7 @@ def finish_manifest(run: StageRun, manifest: Path, columns: dict[str, Path], tot
 
 
 def leave_manifest(run: StageRun, name: str, utterances: Sequence[Utterance], **facts: Any) -> None:
-    """Write a manifest as the product of a stage that has not run, for the stages after it."""
+    """Write a manifest for later stages as if it were the product of a stage, although that stage has not run."""
     manifest, part = run.run_dir.manifests / name, run.dir.merged / "part.npy"
     for folder in (manifest.parent, part.parent):
         folder.mkdir(parents=True, exist_ok=True)

@@ -65,14 +65,14 @@ class PathPattern:
 
 
 def _speaker_of_tag(audio_filepath: str, speaker: str) -> str:
-    """Return the speaker's name; the path of the audio does not matter."""
+    """Return the speaker's name; the path of the audio is ignored."""
     if not speaker.strip():
         raise RejectRecord("bad_speaker", f"the speaker tag of {audio_filepath!r} names no speaker")
     return speaker
 
 
 def _speaker_in_any_case(audio_filepath: str, speaker: str) -> str:
-    """Return the speaker's name in lower case; the path of the audio does not matter."""
+    """Return the speaker's name in lower case; the path of the audio is ignored."""
     return _speaker_of_tag(audio_filepath, speaker).lower()
 
 
@@ -87,7 +87,7 @@ def needs_speaker(key: SpeakerKey) -> bool:
 
 
 def is_doubtful(share: float, num_recordings: int) -> bool:
-    """Return True if a speaker's name may stand for many people, since many recordings and most records have it."""
+    """Return True if a name may stand for many speakers, because many recordings and most records have it."""
     return share > _MOST and num_recordings >= _MANY_RECORDINGS
 
 

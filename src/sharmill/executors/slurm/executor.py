@@ -2,7 +2,7 @@
 
 ``SlurmExecutor`` advances a dataset from stage to stage: it finalizes complete stages and submits the missing units of
 the next one. After each job array it submits a driver job, which does the same once the ranks have ended, and then a
-backup driver job, which takes the place of the driver job only if that fails. The state of a run is derived from its
+backup driver job, which replaces the driver job only if the driver job fails. The state of a run is derived from its
 plans, its ledgers and the queue; only the request and the outcome are recorded. A driver job processes small stages
 itself, like the local executor, because they are not worth a wait in the queue.
 """
@@ -66,8 +66,8 @@ _MAY_PASS = r"(?is).*(timed out|temporarily|unable to contact|connection|communi
 _MOST_PATIENCE_SECONDS = 12 * 3600.0
 _MOST_LOGS = 50
 _SETUP_FAILED = "sharmill: the setup line failed with status "
-# Pattern of a missing module that a traceback or ``python -m`` reports at the end of a log. A message of srun may
-# follow, which names the node.
+# Pattern of the message about a missing module, from a traceback or from ``python -m``, at the end of a log. A message
+# from srun, which names the node, may follow.
 _NO_MODULE = re.compile(
     r"^(?:.*\()?ModuleNotFoundError: No module named '([\w.]+)'\)?\s*"
     r"(?:^srun: (?:error: ([^:\s]+): task \d+: Exited|(?!error)).*\s*)*\Z",
@@ -79,7 +79,7 @@ _SAYS_WHY = re.compile(
 
 
 class Dataset(Protocol):
-    """The interface of a dataset and its stages for the SLURM executor; picklable."""
+    """The dataset and its stages, as the SLURM executor uses them; picklable."""
 
     @property
     def name(self) -> str:
@@ -96,7 +96,7 @@ class Dataset(Protocol):
         """Run the stages until one fails or is submitted; wait up to ``wait_seconds`` for the lock of the run."""
 
     def ranks_of_use(self, stage: StageRun, units: Sequence[Unit]) -> int:
-        """Return the number of ranks for which the units of a stage are enough work."""
+        """Return the number of ranks for which the units of a stage provide enough work."""
 
     def show(self) -> None:
         """Write the report page, once all stages are finished."""
@@ -106,7 +106,8 @@ class Dataset(Protocol):
 class RankTask:
     """A task of a job array, which is the supervisor of one rank; picklable, and called on the node.
 
-    If the task is told to stop (preemption, time limit), its rank releases its unit, and the task is requeued.
+    If the task is told to stop, because of preemption or its time limit, its rank releases its unit, and the task is
+    requeued.
     """
 
     stage: StageRun
@@ -160,10 +161,10 @@ class SlurmExecutor(Executor):
         profile: the cluster profile.
         command: the command that submits the run again.
         profile_file: the file with the profile, "" for the default profile.
-        restart: True to discard the output of the stages first.
+        restart: True if the output of the stages is discarded first.
         take_over: True if the user has confirmed that no jobs are left on another cluster.
         patience: seconds to keep trying if SLURM does not answer or accepts no jobs.
-        role: the role of the job that this process is, None if it is not a job.
+        role: the role of the job in which this process runs; None if it does not run in a job.
         given: the request of the run. Jobs compare it with the run directory, to notice that another run has started.
     """
 
@@ -279,7 +280,7 @@ class SlurmExecutor(Executor):
     def _competing_jobs(self) -> list[queue.QueuedJob]:
         """Return the queued jobs that conflict with new ranks of this process.
 
-        For a driver job, these are ranks and later driver jobs; earlier driver jobs are about to end.
+        If this process is a driver job, these are ranks and later driver jobs; earlier driver jobs are about to end.
         """
         found = queue.queued_jobs(self.run_dir, self.patience, on_any_cluster=True)
         if self.role is None:
@@ -420,7 +421,7 @@ class SlurmExecutor(Executor):
             ) from error
 
     def _submitter(self, stage: StageRun, role: queue.Role, behind: Sequence[str] = ()) -> Any:
-        """Return submitit's executor for an array of ranks, or for a driver job or its backup after other jobs."""
+        """Return submitit's executor for an array of ranks, or for a driver job or backup that waits for other jobs."""
         import submitit
 
         class Submitter(submitit.SlurmExecutor):
@@ -533,10 +534,10 @@ class SlurmExecutor(Executor):
         # no lock.
         if lock_owner(self.run_dir.path) is None and not find_workers(self.run_dir, ranks=False):
             release(self.dataset.make_stages())
-        # The backup driver job has nothing left to do.
+        # Cancel the backup driver job, which has nothing left to do.
         with suppress(SharmillError):
             queue.scancel([job.id for job in queue.queued_jobs(self.run_dir) if job.role == "second"])
-        # No notification is needed if this process is not a job, because its command shows how the run ended.
+        # No notification is needed if this process is not part of a job, because its command shows how the run ended.
         if self.profile.notify is None or self.role is None:
             return
         values = {
@@ -557,7 +558,7 @@ class SlurmExecutor(Executor):
 
 
 def is_requeued(patience: float) -> bool:
-    """Requeue this job and return True; return False if it has waited for half a day, or SLURM does not answer.
+    """Requeue this job and return True. Return False if the job has waited for half a day, or if SLURM does not answer.
 
     Args:
         patience: seconds that each process of this job has waited.
@@ -616,9 +617,9 @@ def _is_finished(stage: StageRun) -> bool:
 
 
 def _have_ranks_ended(stage: StageRun) -> bool:
-    """Return True if the notes of all ranks are visible here.
+    """Return True if all ranks have ended and their notes are visible here.
 
-    All ranks must have ended, or the stage must have been stopped, or each unit must be complete or given up.
+    The result is also True if the stage was stopped, or if each unit is complete or given up.
     """
     if has_seen_ends(stage):
         return True
@@ -647,7 +648,8 @@ def wait_for_end(run_dir: RunDir) -> RunOutcome:
                 f"the jobs have ended before the work was complete: {reason}; submit the run again to continue",
                 code="jobs_gone",
             )
-        # Check the file of the outcome more often than the queue, because listing the queue covers the whole cluster.
+        # Check the file of the outcome more often than the queue, because a query of the queue lists the jobs of the
+        # whole cluster.
         ask_again = time.monotonic() + 10.0
         time.sleep(2.0)
         while run_dir.read_outcome() is None and time.monotonic() < ask_again:
@@ -665,7 +667,8 @@ def find_reason(jobs: Path, since: float = 0.0) -> str:
         if missing := _NO_MODULE.search(text):
             return f"{describe_missing(missing[1])}; {path}"
         if said := [line.rstrip() for line in text.splitlines() if _SAYS_WHY.match(line)]:
-            # Show the first error, and the message about a failed setup line, which comes after the output of the line.
+            # Show the first error, and the message about a failed setup line, which comes after the output of that
+            # line.
             named = [line for line in said[1:] if line.startswith(_SETUP_FAILED)]
             return f"{' | '.join([said[0], *named])[:300]}; {path}"
     return ""

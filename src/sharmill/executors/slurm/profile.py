@@ -10,7 +10,7 @@ from sharmill.config import Positive
 from sharmill.engine.stage import Resource
 from sharmill.registry import STAGES, nearest
 
-# Options for memory, which exclude each other.
+# Mutually exclusive options for memory.
 _MEMORY: Final = ("mem", "mem-per-cpu", "mem-per-gpu")
 # Options that would silently override values on which the program relies, with the remedy for the message.
 _NOT_EXTRA = (

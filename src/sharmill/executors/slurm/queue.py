@@ -1,4 +1,4 @@
-"""Calls of SLURM's commands: list and cancel the queued jobs of a run directory, and query settings.
+"""Calls to SLURM's commands: list and cancel the queued jobs of a run directory, and query settings.
 
 The jobs of a run directory are found by their comment, which contains the id of the run directory. They are therefore
 found for every submitting user and every path of the directory, even if the submitting process was killed before it
@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 
 _PAUSE_SECONDS = 5.0
 PATIENCE_SECONDS = 30.0
-# Longest time, in seconds, until cancelled jobs must have left the queue. SLURM kills a process that ignores SIGTERM
+# Time, in seconds, within which cancelled jobs must have left the queue. SLURM kills a process that ignores SIGTERM
 # after KillWait, 30 s by default.
 SECONDS_TO_CANCEL = 180.0
 # The role of a job: a rank, the driver job after the ranks, or the backup driver job, which runs only if the driver job
@@ -116,7 +116,7 @@ def waits_for_jobs(run_dir: RunDir) -> bool:
 
 
 def describe_jobs(jobs: Sequence[QueuedJob]) -> str:
-    """Return a short description of jobs: the first five ids, the number of further jobs, and the users."""
+    """Return a short description of jobs: the first five ids, the number of further jobs, and the users' names."""
     named = ", ".join(job.id for job in jobs[:5])
     users = ", ".join(sorted({job.user for job in jobs}))
     return f"jobs {named}" + (f" and {len(jobs) - 5} more" if len(jobs) > 5 else "") + f" (user {users})"

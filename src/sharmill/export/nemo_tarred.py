@@ -1,7 +1,7 @@
 """The export form ``nemo_tarred``: tar archives with manifests, like NeMo's ``convert_to_tarred_audio_dataset.py``.
 
-The stored target audio is copied unchanged. A tarred set has as many archives as the dataset has shards, or as many as
-it has cuts if these are fewer; the archives' numbers of cuts differ by at most one. With buckets, there is one tarred
+The stored target audio is copied unchanged. A tarred set has as many archives as the dataset has shards, but at most as
+many as the set has cuts; the numbers of cuts in its archives differ by at most one. With buckets, there is one tarred
 set per range of durations.
 """
 
@@ -36,7 +36,7 @@ _MANIFEST: Final = "tarred_audio_manifest.json"
 _NOT_IN_NAMES: Final = re.compile(r"[./\s\x00-\x1f\x7f]|-(?=sub[0-9]+$)")
 # The audio formats that ``nemo.collections.asr.data.audio_to_text`` reads.
 _FORMATS: Final = {"wav", "mp3", "flac", "opus", *map(str.lower, sf.available_formats())}
-# Keys of a record that describe its source and not the stored audio, with the names that NeMo's script gives them.
+# Record keys that describe the source rather than the stored audio, each with the name that NeMo's script gives it.
 _OF_SOURCE: Final = {"audio_filepath": "source_audio_filepath", "offset": "source_audio_offset"}
 
 
@@ -101,7 +101,8 @@ class NemoTarred(Export):
             "content": audio_checksum(self.shards, (CUTS, self._field)),
         }
         self._starts = np.cumsum([0, *(shard.count for shard in self.shards)])
-        # Keep few shards open: archives with the same number in different buckets mostly have cuts of the same shards.
+        # Keep few shards open: archives with the same number in different buckets mostly contain cuts of the same
+        # shards.
         self._open = lru_cache(maxsize=4)(self._open_shard)
         self.units: Sequence[_Tar] = self._plan()
 

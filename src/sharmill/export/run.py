@@ -93,15 +93,14 @@ class Export(ABC):
 
     @abstractmethod
     def finish(self) -> tuple[Path, int, float]:
-        """Publish the manifest; return its path (or the folder of several), its number of cuts, and their seconds."""
+        """Publish the manifest or manifests; return the path or folder, the number of cuts, and their total seconds."""
 
     @staticmethod
     def record_keys(custom: Any, new_names: Mapping[str, str] = MappingProxyType({})) -> dict[str, Any]:
-        """Return the keys and values of a record that a manifest may contain: all but names of files.
+        """Return the keys and values of a record that may be in a manifest.
 
-        Readers would open files that a manifest names.
-
-        The path, offset and duration of a context are all removed. Keys in ``new_names`` are renamed and kept.
+        Names of files are left out, since readers would open the files; so are the path, offset and duration of a
+        context. Keys in ``new_names`` are renamed and kept.
         """
         keys = custom.items() if isinstance(custom, dict) else ()
         return {
@@ -115,7 +114,7 @@ def export_dataset(
     dataset: str | Path, form: str, out: str | Path, *,
     progress: Callable[[int, int], None] = lambda done, total: None, **options: Any,
 ) -> Exported:  # fmt: skip
-    """Export a finished dataset to files of another form, resuming an interrupted export.
+    """Export a finished dataset to files in another form, resuming an interrupted export.
 
     Args:
         dataset: the dataset directory.
@@ -237,7 +236,7 @@ class NemoCodes(Export):
         remove_at_once(final)
         opened = self._source.open(unit, 0)
         with open_folder_atomic(final) as folder:
-            # An export does not use positions in an order of cuts, so pass arbitrary ones.
+            # An export ignores the positions of cuts, so pass arbitrary ones.
             cuts = (opened.read(number, (0, 0, 0, 0, number)) for number in range(self.shards[unit].count))
             rows = [
                 None if cut is None else self._write_cut(cut, number, folder, final) for number, cut in enumerate(cuts)

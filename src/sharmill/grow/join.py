@@ -1,6 +1,6 @@
 """Joining of datasets: appending the shards of one to another in place, and merging several into a new one.
 
-Files of existing shards are not changed. ``add_shards`` describes what a killed process leaves.
+Files of existing shards are not changed. ``add_shards`` describes what a killed process leaves behind.
 """
 
 import os
@@ -52,7 +52,7 @@ from sharmill.shar.tar import open_field
 from sharmill.stages.fields import added_fields
 from sharmill.write.config import WriteConfig
 
-# Keys of the record that must be equal in all datasets to be joined, each with the remedy if they differ.
+# Keys of the record whose values must be equal in all datasets to be joined, each with the remedy if they are not.
 _REMEDIES = {
     "fields": "add the missing ones (codecs with sharmill run CONFIG encode), or omit one of the datasets",
     "audio_format": "write one of them again with the other's write.audio_format",
@@ -121,7 +121,8 @@ class SourceDataset:
         """Yield the ids of all cuts, in order.
 
         Raises:
-            ConfigError, DamagedShard: ``path`` raises it, or a file of cuts cannot be read.
+            ConfigError: as for ``path``.
+            DamagedShard: as for ``path``, or a file of cuts cannot be read.
         """
         for shard in self.shards:
             yield from read_cut_ids(self.path(shard, CUTS))
@@ -188,7 +189,7 @@ class Grown:
         record: the new record of the dataset.
         first, count: the index of the first new shard, and the number of new shards.
         already: True if an earlier append had already added the shards.
-        placed: the numbers of files that were ``linked``, and ``copied``.
+        placed: the numbers of files that were ``linked`` and ``copied``.
     """
 
     record: DatasetRecord
@@ -198,7 +199,7 @@ class Grown:
     placed: dict[str, int]
 
     def describe(self, dataset: str | Path, new: str | Path) -> str:
-        """Return one line about the result for the shards of ``new``."""
+        """Return a one-line description of the result of adding the shards of ``new``."""
         last = self.first + self.count - 1
         if not self.count:
             return f"{dataset}: there is nothing new to append"
@@ -344,7 +345,7 @@ def append_dataset(dataset: str | Path, new: str | Path, *, copy: bool = False) 
             return Grown(part.record, first, len(addition.shards), already=True, placed={"linked": 0, "copied": 0})
         require_alike([part, addition])
         require_distinct_ids([part, addition])
-        # A dataset without shards has no codes yet.
+        # A dataset without shards has no codes yet, so take the record of the addition.
         like = part.record if part.shards else msgspec.structs.replace(addition.record, name=part.record.name)
         return add_shards(directory, part.shards, like, [addition], copy=copy)
 
@@ -456,7 +457,7 @@ def require_fitting(config: Config, directory: Path) -> None:
 
 
 def _find(shards: list[ShardRecord], wanted: list[ShardRecord]) -> int | None:
-    """Return the index at which the wanted shards begin in the dataset, byte for byte, or None if they do not occur."""
+    """Return the first index at which ``shards`` contains all wanted shards, in order and byte for byte, or None."""
     found, contents = (
         [{name: file.xxh3 for name, file in shard.fields.items()} for shard in some] for some in (shards, wanted)
     )

@@ -169,7 +169,7 @@ def _find(url: str) -> Version | None:
 
 
 def _holds(url: str, found: Version, size: int, xxh3: str) -> bool:
-    """Return True if an object, found in version ``found``, has this size and checksum."""
+    """Return True if the object, whose version is ``found``, has this size and checksum."""
     if found.size != size:
         return False
     hashed = xxhash.xxh3_64()
@@ -179,7 +179,7 @@ def _holds(url: str, found: Version, size: int, xxh3: str) -> bool:
 
 
 def _upload(path: Path, url: str, xxh3: str, *, replace: bool = False) -> Version:
-    """Store a file, read it back, and return its version; raise FatalError if the store then holds another file."""
+    """Store a file, read it back, and return its version; raise FatalError if the stored object differs."""
     # An earlier attempt whose response was lost, or another publisher of this dataset, may have stored the file
     # already.
     with suppress(FileExistsError):

@@ -1,4 +1,4 @@
-"""Splitting of a finished dataset into train, valid and test without common speakers.
+"""Splitting of a finished dataset into train, valid and test sets that share no speakers.
 
 The cuts of a shard go to different splits, so new shards are written, to which items are copied byte for byte.
 Splitting is a stage, so the engine accounts for every cut and resumes an interrupted split.
@@ -49,7 +49,7 @@ class SpeakerTable:
     """The speakers of all cuts, and the groups of speakers that stay together.
 
     Attributes:
-        speakers: the name of each speaker, made of the dataset and the speaker in the tag.
+        speakers: the name of each speaker, made from the dataset and the speaker in the tag.
         groups: the group of each speaker, (speakers,); a group's number is the index of its first speaker.
         speaker_of: the index of the speaker of each cut, (cuts,), in the order of the dataset.
         seconds: the duration of each cut in seconds, (cuts,).
@@ -379,7 +379,7 @@ class SplitProcessor(Processor):
         self, shard: ShardRecord, numbers: list[int], writers: Mapping[str, FieldWriter],
         lines: Mapping[str, list[bytes]], seconds: dict[str, float],
     ) -> None:  # fmt: skip
-        """Copy cuts of a shard to the writers and lines of all fields, and add up their seconds of audio."""
+        """Copy the cuts at these indices of a shard to ``writers`` and ``lines``; add their audio to ``seconds``."""
         path = self._part.path(shard, CUTS)
         stored, ids = read_json_lines(path), list(read_cut_ids(path))
         lines[CUTS].extend(stored[number] for number in numbers)

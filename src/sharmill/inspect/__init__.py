@@ -1,1 +1,1 @@
-"""Viewing and listening to one cut, one shard or a whole dataset: ``sharmill inspect`` and ``sharmill decode``."""
+"""Viewing of a cut, a shard or a whole dataset, and decoding of codes: ``sharmill inspect`` and ``sharmill decode``."""

@@ -239,8 +239,7 @@ def _number(value: Any) -> str:
 
 
 def export_cut(stored: StoredCut, folder: Path) -> list[Path]:
-    """Write ``cut.json``, the stored audio, arrays as ``.npy``, and values into a folder; return the paths of the
-    files.
+    """Write ``cut.json``, the stored audio, the arrays (as ``.npy``) and the values to a folder; return the paths.
 
     Raises:
         ConfigError: the folder is not empty.

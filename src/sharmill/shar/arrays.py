@@ -68,13 +68,13 @@ def array_from_bytes(data: bytes, where: str) -> np.ndarray:
 
 
 def array_layout(data: bytes, where: str) -> tuple[np.dtype, tuple[int, ...], bool, int]:
-    """Return dtype, shape, whether the order is Fortran's, and the offset of the values of a complete ``.npy`` file.
+    """Return dtype, shape, whether the values are in Fortran order, and their offset in a complete ``.npy`` file.
 
     Raises:
         DamagedShard: the data is not a complete array, or contains pickled objects; the message begins with ``where``.
     """
     try:
-        # Cache parsed headers: most arrays of a dataset share a few headers, which numpy parses slowly as Python.
+        # Cache parsed headers: most arrays of a dataset share a few headers, and numpy's parser is slow.
         prefix, length = (10, data[8:10]) if data[6:7] == b"\1" else (12, data[8:12])
         layout, size = _parse_header(bytes(data[: prefix + int.from_bytes(length, "little")]))
         if len(data) != size:

@@ -89,7 +89,7 @@ class ShardedDataset:
         return self.directory / found.path(shard)
 
     def is_empty(self) -> bool:
-        """Return True if the directory is missing, or has no files but those in sharmill's staging folder and lock."""
+        """Return True if the directory is missing, or has no files besides sharmill's lock and staging files."""
         if not self.directory.exists():
             return True
         own = (STAGING_NAME, LOCK_NAME)

@@ -42,7 +42,7 @@ _ENDINGS: Final = {"cuts": ".jsonl.gz", "audio": ".tar", "array": ".tar", "value
 _NAME: Final = re.compile(r"[^./{][^/{]*(?:/[^./{][^/{]*)*")
 _STEM: Final = re.compile(r"[\w-]+")
 _CODEC: Final = re.compile(r"[\w.-]+")
-# Attributes that every cut has without any field; the last three are set by the writer and the reader.
+# Attributes that every cut has even without fields; the last three are set by the writer and the reader.
 _OWN_ATTRIBUTES: Final = frozenset({
     "id", "start", "duration", "channel", "supervisions", "features", "recording", "custom", "type", "end",
     CONTEXT_UNALIGNED, POSITION, "shar_padding",
@@ -56,8 +56,9 @@ class Field(msgspec.Struct, frozen=True, kw_only=True):
         name: the folder of the field's files, and the field's key in ``shards.jsonl``, such as
             ``codes_mimi/target_codes``.
         file: the path of a shard's file in the dataset, with ``{:06d}`` in place of the shard's index.
-        kind: ``audio`` and ``array`` are tar archives in lhotse's format, with a Recording or with an Array or
-            TemporalArray per cut; ``value`` is JSON lines ``{"cut_id": ..., attribute: value}``.
+        kind: ``audio`` and ``array`` are tar archives in lhotse's format, with a Recording (``audio``), or an Array or
+            TemporalArray (``array``), per cut; ``value`` is JSON lines
+            ``{"cut_id": ..., attribute: value}``.
         attribute: the name of the attribute of a cut that holds the item.
         optional: True if cuts may lack an item; they then have a ``.nodata`` member, or a line without a value.
         limits: the lowest and highest allowed value, for numeric values.
@@ -125,7 +126,7 @@ class Field(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def codes_field(codec: str, field: str) -> str:
-    """Return the name of a codec's ``target_codes`` or ``context_codes``: their folder, and their key in
+    """Return the field name of a codec's ``target_codes`` or ``context_codes``, which is their folder and their key in
     ``shards.jsonl``.
 
     >>> codes_field("mimi", "target_codes")
@@ -135,7 +136,7 @@ def codes_field(codec: str, field: str) -> str:
 
 
 def codec_of_field(field: str) -> str | None:
-    """Return the codec whose codes a field holds, or None; the reverse of ``codes_field``."""
+    """Return the codec whose codes a field holds, or None; the inverse of ``codes_field``."""
     folder, _, name = field.rpartition("/")
     return folder.removeprefix(_CODES_PREFIX) if name and folder.startswith(_CODES_PREFIX) else None
 

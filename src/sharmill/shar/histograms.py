@@ -1,4 +1,4 @@
-"""Mergeable histograms of cut measures such as duration, which the stage ``write`` stores in its commit records.
+"""Mergeable histograms of measures of cuts, such as duration; the stage ``write`` stores them in its commit records.
 
 The report of a run reads them from the commit records. Without a run directory, it computes them from a sample of
 shards.
@@ -68,7 +68,7 @@ EXTREMES: Final[dict[str, Callable[[dict[str, float]], float | None]]] = {
 
 
 class Histogram(msgspec.Struct):
-    """Numbers of values in the bins of a scale; ``counts`` begins with bin ``first``, and all other bins are empty."""
+    """The number of values in each bin of a scale. ``counts`` starts at bin ``first``; all other bins are empty."""
 
     first: int = 0
     counts: list[int] = []
@@ -144,7 +144,7 @@ class CutMeasures(msgspec.Struct):
 
     @property
     def num_cuts(self) -> int:
-        """The number of cuts, counted by their durations, since every cut has one."""
+        """The number of cuts, which equals the number of durations, since every cut has one."""
         return self.histograms["duration"].total if "duration" in self.histograms else 0
 
     def add(self, other: Self) -> None:
@@ -155,7 +155,7 @@ class CutMeasures(msgspec.Struct):
             self.extremes[name] = heapq.nlargest(_KEPT_EXTREMES, [*self.extremes.get(name, []), *found])
 
     def pack(self) -> str:
-        """Return the measures as one short text, since a run may have 100,000 commit records with one text each."""
+        """Return the measures as a short text, since a run may have 100,000 commit records, each with such a text."""
         return base64.b64encode(zlib.compress(msgspec.msgpack.encode(self), 6)).decode()
 
     @classmethod
@@ -190,9 +190,7 @@ def supervision_of(cut: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, An
 
 
 def cut_values(cut: Mapping[str, Any]) -> dict[str, float]:
-    """Return the measures that can be computed from a cut alone, by their names in ``SCALES``; missing ones are left
-    out.
-    """
+    """Return the measures that a cut alone determines, keyed by their names in ``SCALES``; missing ones are omitted."""
     supervision, custom = supervision_of(cut)
     found = {
         "duration": cut.get("duration"),

@@ -68,7 +68,7 @@ class FieldFile(msgspec.Struct, frozen=True):
         return self.size if self.size >= 0 else math.inf
 
     def below(self, directory: Location) -> Location:
-        """Return the location of the file; in a dataset at a URL, only content with this checksum is read."""
+        """Return the location of the file; in a dataset at a URL, only content with the recorded checksum is read."""
         return with_content(directory / self.file, self.xxh3, self.max_bytes)
 
 
@@ -99,7 +99,7 @@ class ShardRecord(msgspec.Struct, frozen=True, kw_only=True):
 # No record uses `omit_defaults`: msgspec omits a value if it is the same object as the default, so the bytes of a
 # record would depend on whether its values have been pickled.
 class CodecRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """Facts about a codec that are needed to read its codes, and about how they were made.
+    """Facts about a codec that are needed to read its codes, or that tell how the codes were made.
 
     ``codebook_size`` is the number of values that one code can have. ``devices`` lists, in alphabetical order, the
     kinds of device on which the codes were made; it is empty if they are unknown.
@@ -202,7 +202,7 @@ class DatasetRecord(msgspec.Struct, frozen=True, kw_only=True, dict=True):
             return self
         known = {field.name: field for field in self.layout}
         fields = [published_field(name) or known.get(name) for name in dict.fromkeys(self.fields)]
-        # Use sharmill's own descriptions of published fields; only whether cuts may lack codes is taken from the file.
+        # Use sharmill's own descriptions of published fields; take from the file only whether cuts may lack codes.
         may_lack = {
             name for name, told in known.items() if told.optional and (told.kind == "array" or not told.is_published)
         }

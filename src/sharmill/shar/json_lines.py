@@ -126,7 +126,7 @@ def salvage_lines(path: Location) -> tuple[list[bytes], DamagedShard | None]:
 
 
 def _unpack(data: bytes) -> tuple[bytes, str | None]:
-    """Decompress gzip data up to the first block beyond the size limit; return the content, and its damage or None."""
+    """Decompress gzip data until it exceeds the size limit; return the content, and a description of damage or None."""
     blocks: list[bytes] = []
     begin, size, problem = 0, 0, None if data else "the file is empty; it is cut off"
     try:

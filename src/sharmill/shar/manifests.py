@@ -113,13 +113,13 @@ def utterance_of(cut: dict[str, Any]) -> Utterance:
 
 
 def _with_suffix(made: str, stored: str) -> str:
-    """Return the stored id if it is ``made``, perhaps with the hash that makes an id unique; otherwise ``made``."""
+    """Return the stored id if it is ``made``, with or without the hash that makes ids unique; otherwise ``made``."""
     return stored if stored.startswith(made) and _ID_SUFFIX.fullmatch(stored, len(made)) else made
 
 
 @lru_cache(maxsize=100_000)
 def _language(tag: str, original: str) -> str:
-    """Return the language of a speaker tag as the original tag spells it: ``en-US`` if the tag has NeMo's ``en_US``."""
+    """Return the language of a speaker tag in its original spelling: ``en-US`` if the tag has NeMo's ``en_US``."""
     language = parse_speaker_tag(tag).language
     found = re.search(r"\bLanguage:(\S+)", original)
     return found[1] if found and nemo_language(found[1]) == language else language
@@ -133,7 +133,7 @@ def plain_value(value: Any) -> Any:
 
 
 def context_id(recording_id: str, offset: float, duration: float) -> str:
-    """Return the id of the Recording in ``context_audio``, for a context's recording, offset and duration (seconds)."""
+    """Return the id of the Recording in ``context_audio``, made from the context's recording, offset and seconds."""
     return f"context_cut-{recording_id}-{offset:.2f}-{duration:.2f}"
 
 

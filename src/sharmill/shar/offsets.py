@@ -58,7 +58,7 @@ class IndexedLines:
 
 
 def open_indexed_lines(path: Location, sidecars: Sequence[Location]) -> IndexedLines | list[bytes]:
-    """Return the lines of a file; with ``sidecars``, each is read on request from the uncompressed copy of the file."""
+    """Return the lines of a file; with ``sidecars``, each line is read on request from the file's uncompressed copy."""
     if not sidecars:
         return read_json_lines(path)
     *plain, index = sidecars

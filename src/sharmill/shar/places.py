@@ -5,8 +5,8 @@ from typing import Final
 import numpy as np
 import xxhash
 
-# Dtype of an audio item's place: its hash, the offset and size of its data in the file (in bytes), and its length and
-# sampling rate.
+# The dtype of an audio item's place: the item's hash, the offset and size of its data in the file (in bytes), its
+# length in samples, and its sampling rate.
 PLACE: Final = np.dtype(
     [("hash", "<u8", 2), ("offset", "<i8"), ("size", "<i8"), ("num_samples", "<u4"), ("sampling_rate", "<u4")]
 )

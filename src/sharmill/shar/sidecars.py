@@ -92,7 +92,7 @@ def indexed_shar(
 
 
 def _indexed_file(name: str, directory: Path, root: Path) -> tuple[Path, Path]:
-    """Return the file to index for a file of the dataset (itself or its uncompressed copy), and the index file."""
+    """Return the file to be indexed (a file of the dataset, or its uncompressed copy), and its index file."""
     *plain, index = sidecar_files(name)
     return (root / plain[0] if plain else directory / name), root / index
 

@@ -110,7 +110,7 @@ class TarMember(NamedTuple):
     """A regular file in an archive.
 
     Attributes:
-        name: as stored in the archive; bytes that are not UTF-8 are escaped by surrogates.
+        name: as stored in the archive; bytes that are not UTF-8 are escaped as surrogates.
         header: offset of its first header in the archive.
         start: offset of its data in the archive.
         size: size of its data in bytes; -1 for a hard link whose target does not come earlier in the archive.
@@ -312,7 +312,7 @@ def has_right_checksum(header: bytes) -> bool:
 
 def _parse_number(field: bytes) -> int | None:
     """Return the number in a field of a header, or None if the field contains no number."""
-    if field[0] == 0x80:  # GNU's binary sizes, from 8 GiB
+    if field[0] == 0x80:  # GNU's binary form of sizes from 8 GiB on
         return int.from_bytes(field[1:], "big")
     # Do not use int() alone, which also accepts a sign: with a negative size, the reader would go backwards.
     digits = field.strip(b" \0")

@@ -67,7 +67,7 @@ class RecordRow(msgspec.Struct, frozen=True, array_like=True):
 
 @dataclass(frozen=True, kw_only=True)
 class ExpectedRecords:
-    """The sources and files of rejects that a dataset is compared with.
+    """The sources, and the files of rejects, that a dataset is compared with.
 
     ``audio_roots`` are the root folders of absolute paths in the manifests; by default, those of each source.
     """
@@ -213,7 +213,10 @@ class Accounts:
         return [*(finding for code in found for finding in found[code]), *texts], dict(counts)
 
     def _name(self, key: str, code: str, times: int) -> Finding:
-        """Return a finding about the record with this key, named after its first entry (in a manifest if lost)."""
+        """Return a finding about the record with this key.
+
+        A lost record is named after its first entry in a manifest, any other after its first entry in a cut or reject.
+        """
         name, shard = self._records.execute(
             "SELECT name, shard FROM records WHERE key = ? AND (side = 0) = ? ORDER BY side, rowid LIMIT 1",
             (key, code == "lost_record"),
@@ -226,7 +229,7 @@ class Accounts:
         )
 
     def _compare_texts(self) -> Iterator[Finding]:
-        """Yield a finding for each cut whose transcript differs from the transcripts of all records of its segment."""
+        """Yield a finding for each cut whose transcript differs from those of all manifest records of its segment."""
         other = self._records.execute(
             "SELECT cut.name, cut.shard, cut.text, (SELECT text FROM records WHERE key = cut.key AND side = 0 "
             "ORDER BY rowid LIMIT 1) AS expected FROM records AS cut WHERE cut.side = 1 AND expected IS NOT NULL "
@@ -240,7 +243,7 @@ class Accounts:
 
 
 def row_of(record: Any, roots: Sequence[str] = (), line: str = "") -> RecordRow:
-    """Return the row of a record, given the root folders that its path may have, and its text in the manifest."""
+    """Return the row of a record; ``roots`` are the root folders that its path may have, and ``line`` is its text."""
     kept = record.kept if isinstance(record, Reduced) else record
     key = _segment_key(kept, roots)
     if key is None:

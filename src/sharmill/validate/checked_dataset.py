@@ -156,7 +156,7 @@ def _disagreements(dataset: DatasetRecord, shards: Sequence[Shard]) -> Iterator[
 def check_directory(subject: CheckedDataset) -> Iterator[Finding]:
     """Yield disagreements between ``shards.jsonl`` and ``dataset.json``, and files that belong to no shard."""
     yield from subject.findings
-    # Other tools may begin with a number other than 0, such as lhotse with shard_offset.
+    # Other tools may begin with a number other than 0, as lhotse does with shard_offset.
     first = subject.shards[0].index if subject.shards and not subject.is_own else 0
     if [shard.index for shard in subject.shards] != list(range(first, first + len(subject.shards))):
         yield Finding(

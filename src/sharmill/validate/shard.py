@@ -66,8 +66,8 @@ from sharmill.validate.findings import Finding
 MAX_SILENCE_SHARE: Final = 0.8
 MAX_CLIPPING_SHARE: Final = 1e-3
 _LEAST_LOUDNESS: Final = -60.0
-# The share of a segment's codes that may differ. Other items in a batch and other hardware change the last bits of a
-# codec's results, and thereby single codes; codes of other audio or of another model differ almost everywhere. Reduced
+# The share of a segment's codes that may differ. Other items in the batch, or other hardware, change the last bits of a
+# codec's results, and thereby a few codes; codes of other audio or of another model differ almost everywhere. Reduced
 # precision has larger errors, and in a residual codec each wrong code also makes the following ones wrong.
 MAX_DIFFERENT_CODES: Final = 0.05
 _MAX_DIFFERENT_REDUCED: Final = 0.5
@@ -201,7 +201,7 @@ class ValidateProcessor(Processor):
     ) -> Iterator[Finding]:
         """Yield findings for items whose codes do not match their audio; call ``finish`` with each audio item."""
         for record in self._subject.codecs if self._codecs else ():
-            assert self._subject.dataset is not None  # it lists the codecs
+            assert self._subject.dataset is not None  # the codecs come from it
             # A dataset without contexts has no context codes either.
             for codes, source in zip(record.fields, self._subject.dataset.audio_fields, strict=False):
                 for item, audio in zip(contents.get(codes.name, []), contents.get(source, []), strict=False):
@@ -237,7 +237,7 @@ def _check_items(shard: Shard, contents: dict[str, list[Any]]) -> Iterator[Findi
 
 
 def _find_clipped(shard: Shard, cuts: list[dict[str, Any]], stats: dict[str, float]) -> Iterator[Finding]:
-    """Count the items that were clipped in writing, as their cuts record; yield a finding for each large share."""
+    """Count the items that were clipped in writing, as recorded in their cuts; yield a finding for each large share."""
     for cut in cuts:
         values = cut_values(cut)
         for field, name in CLIPPED_KEYS.items():
@@ -254,7 +254,7 @@ def _measure_all(
     shard: Shard, contents: dict[str, list[Item]], found: list[Finding], stats: dict[str, float],
     finish: Callable[[Item], None],
 ) -> None:  # fmt: skip
-    """Decode every audio item (equal bytes only once), add findings to ``found``; call ``finish`` with each item."""
+    """Decode every audio item (equal bytes only once) and add findings to ``found``; call ``finish`` with each item."""
     reported = {(finding.code, finding.field, finding.member) for finding in found}
     known: dict[str, _Measured] = {}
     for name, items in contents.items():
@@ -475,7 +475,7 @@ def _check_context(limits: dict[str, Any], cut: dict[str, Any], audio: Item) -> 
         begin, end, other_begin, other_end = (round(time * 1_000_000) for time in times)
         is_same, is_apart = (begin, end) == (other_begin, other_end), end <= other_begin or other_end <= begin
         _require(is_apart and not is_same, "the context is the target itself, or overlaps it")
-    # Missing limits have their own finding about the dataset, so do not report each cut.
+    # Missing limits are reported once for the dataset, so do not report each cut.
     if limits:
         least, longest = limits["min_similarity"], limits["max_duration"] or math.inf
         told = f"the similarity of the context is {similarity}"
@@ -525,7 +525,7 @@ def _check_codes(codec: CodecRecord, temporal: bool, optional: bool, item: Item,
 
 
 def _expected_seconds(name: str, cuts: list[dict[str, Any]], contents: dict[str, list[Item]]) -> list[Any]:
-    """Return the expected seconds of the items of a field according to cuts and audio; empty if unknown."""
+    """Return the expected seconds of each item of a field, according to cuts and audio; an empty list if unknown."""
     if name in _ALIGNED_AUDIO:
         return [cut.get("duration") for cut in cuts]
     for source in (CONTEXT_AUDIO,) if "context" in name.rpartition("/")[2] else _ALIGNED_AUDIO:

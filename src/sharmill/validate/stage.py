@@ -27,7 +27,8 @@ from sharmill.validate.checked_dataset import check_directory, read_checked_data
 from sharmill.validate.findings import Finding, encode_report, make_report
 from sharmill.validate.shard import ValidateProcessor
 
-# The maximum size of an index file to hash. A larger file is sparse, and its size in ``files`` identifies it.
+# The maximum size of an index file whose checksum is computed. A larger file is sparse; ``files``, which includes the
+# sizes of all files, identifies it.
 _MAX_INDEX_BYTES: Final = 1 << 32
 
 
@@ -96,7 +97,7 @@ class ValidateStage(Stage):
         return {
             "dataset_dir": identify_folder(folder, run.run_dir.path) if isinstance(folder, Path) else str(folder),
             "input": _index_of(folder),
-            # Damage does not change the index, so include the state of all files: they may have changed since an
+            # Damage does not change the index, so include the state of all files, which may have changed since an
             # earlier check. A check of a URL is never resumed.
             "files": _fingerprint(folder) if isinstance(folder, Path) else "",
             "level": subject.describe_level(),

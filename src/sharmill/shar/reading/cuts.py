@@ -121,7 +121,7 @@ def with_id(recording: Recording, recording_id: str) -> Recording:
 
 
 def _memory_source(channels: list[int], data: bytes, seconds: Any) -> SafeSource:
-    """Return the source of a recording whose data is in memory; ``seconds`` is the duration that it claims, or None."""
+    """Return the source of a recording in memory; ``seconds`` is the duration that the recording claims, or None."""
     claimed = seconds if seconds is None or type(seconds) in (int, float) else 0.0
     attributes = {"type": "memory", "channels": channels, "source": data, "video": None, "claimed": claimed}
     return make(SafeSource, attributes)

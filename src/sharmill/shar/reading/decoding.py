@@ -1,4 +1,4 @@
-"""Decoding of audio before cuts are used. Threads decode in parallel, since the libraries release Python's lock."""
+"""Decoding of audio ahead of its use. Threads decode in parallel, since the libraries release Python's global lock."""
 
 import os
 
@@ -99,6 +99,6 @@ def decode_samples(data: bytes) -> np.ndarray:
 
 
 def as_floats(samples: np.ndarray) -> np.ndarray:
-    """Return a copy as float32 in [-1, 1), with the same values as lhotse's ``soundfile_load``."""
+    """Return a copy of the samples as float32 in [-1, 1), with the same values as lhotse's ``soundfile_load``."""
     floats = to_float(samples)
     return floats.copy() if floats is samples else floats

@@ -1,4 +1,4 @@
-"""Reading of the cuts of an epoch that are left for a part (a rank or one of its workers), decoded ahead of use."""
+"""Reading of the cuts that are left in an epoch for a part (a rank or one of its workers), with audio decoded ahead."""
 
 from collections.abc import Iterator
 from contextlib import suppress
@@ -205,11 +205,11 @@ class EpochReader:
         yield from filter(None, copied)
 
     def _choose(self, epoch: int, group: int, known: EpochProgress, part: Part, permutation: np.ndarray) -> _Choice:
-        """Return draws, blocks, items and slots of a group's cuts that a part has left, in order."""
+        """Return the draws, blocks, items and slots of those cuts of a group that are left for a part, in order."""
         columns = []
         for slot in self.order.slots(group):
             if self.order.blocks_per_shard == 1 and not part.has(slot):
-                continue  # do not even count the cuts, since a foreign shard would have to be read
+                continue  # do not count its cuts, for which a foreign shard would have to be read
             positions = self._positions(epoch, slot, permutation)
             chosen = np.flatnonzero((positions.blocks % part.count == part.index) & known.left(group, positions))
             columns.append((positions.draws[chosen], positions.blocks[chosen], chosen, np.full(len(chosen), slot)))

@@ -21,7 +21,8 @@ from sharmill.audio.flac import flac_header
 from sharmill.shar.arrays import array_from_bytes
 from sharmill.shar.reading.safety import is_device
 
-# The number of seconds by which audio may exceed its recording. lhotse tolerates less, and no tool writes more.
+# The number of seconds by which audio may be longer than its recording states. lhotse tolerates less, and no tool
+# writes more.
 _SECONDS_TOO_LONG: Final = 1.0
 STORAGE_TYPES: Final = {"npy": "memory_npy", "llc": "memory_lilcom"}
 # A frame is left out if less than this share of it is requested, since such a small share is a rounding error.
@@ -132,8 +133,8 @@ class TimeLastArray(_EqualToLhotses, TemporalArray):
         frames = offset / self.frame_shift
         first = math.floor(frames + 0.5)
         if first == array.shape[-1] and frames < first - _TOLERANCE:
-            # ``start`` lies in the last frame but was rounded to the end of the array, as for the short remainder of a
-            # cut that is divided into windows.
+            # ``start`` lies in the last frame but was rounded to the end of the array, as happens with the short
+            # remainder of a cut that is divided into windows.
             first -= 1
         if duration is None:
             return array[..., first:]

@@ -26,7 +26,8 @@ log = logging.getLogger(__name__)
 
 # The number of damaged cuts that a part may skip by default.
 _MAX_DAMAGED = 100
-# If there are hardly more cuts than parts, a part may get no cuts in one epoch and some in the next.
+# With shuffling, the number of consecutive epochs without cuts after which reading fails. If there are hardly more cuts
+# than parts, a part may get no cuts in one epoch and some in the next.
 _MAX_EMPTY_EPOCHS = 20
 
 
@@ -70,7 +71,7 @@ class SharReader:
         # The process of the most recent iteration, and whether it has loaded a state since then.
         self._process = os.getpid()
         self._is_loaded = False
-        self._start: Progress | None = None  # the start of the next iteration, unless it is the beginning of an epoch
+        self._start: Progress | None = None  # the start of the next iteration; None for the beginning of an epoch
         self._running: Progress | None = None
         self._only_marked = False
         self.num_left_out = 0
@@ -193,8 +194,8 @@ class SharReader:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Start the next iteration from a state of this part, or from the merged states of all parts.
 
-        If the state's epoch is finished, the next iteration is the next epoch. In a worker, it is the empty rest of the
-        finished epoch, because other workers may have cuts of that epoch left.
+        If the state's epoch is finished, the next iteration reads the next epoch. In a worker, however, it reads the
+        empty rest of the finished epoch, because other workers may have cuts of that epoch left.
 
         Raises:
             ConfigError: the state belongs to another dataset or order, or, when iterating, to another part.
@@ -236,7 +237,7 @@ class SharReader:
         num_empty = 0
         while True:
             before = self.num_left_out
-            num_empty += not progress.current().reached  # not for a resumed epoch, whose rest may be empty
+            num_empty += not progress.current().reached  # a resumed epoch does not count, since its rest may be empty
             for position, cut, _ in self._epochs.read(progress, part):
                 if cut is None or isinstance(cut, DamagedShard):
                     if cut is None:

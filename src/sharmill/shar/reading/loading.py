@@ -14,7 +14,7 @@ from sharmill.shar.reading.iteration import SharReader
 from sharmill.shar.reading.state import merge_states
 
 Batch = TypeVar("Batch")
-# Remedies for errors of shared memory, keyed by parts of torch's message: the reason, or the system's error number.
+# Remedies for shared-memory errors, keyed by parts of torch's message: the reason, or the system's error number.
 _REMEDIES: Final = {
     ("allocate shared memory", "(28)"):
         "/dev/shm has no room for a batch: give the container more shared memory (docker run --shm-size=8g), make "
@@ -112,7 +112,7 @@ def share_tensors(batch: Batch) -> Batch:
 
 
 class _TensorSharing(ForkingPickler):
-    """Finds the tensors of a batch in any objects, as torch's own pickler does, and moves them to shared memory."""
+    """Finds the tensors in a batch of any structure, as torch's own pickler does, and moves them to shared memory."""
 
     def __init__(self) -> None:
         # The output is discarded. With a buffer callback, arrays are pickled out of band, so they are not copied.
@@ -149,7 +149,7 @@ def merge_loader_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def load_states(readers: Sequence[SharReader], state: Mapping[str, Any]) -> None:
-    """Load readers' states, in the order of the readers, from a combined state; call this before iterating.
+    """Load each reader's state from a combined state, in the order of ``readers``; call this before iterating.
 
     Raises:
         ConfigError: the state belongs to other readers.

@@ -1,4 +1,4 @@
-"""A shard with open files, which reads each cut with its items and corrects the time lines that other tools leave."""
+"""A shard with open files, which reads each cut with its items, and corrects other tools' time lines."""
 
 import json
 import math

@@ -29,7 +29,8 @@ _Form = _Limits | list[_Limits] | type
 _ANY: Final = (-1e6, 1e6)
 _RATES: Final = (float(MIN_SAMPLING_RATE), float(MAX_SAMPLING_RATE))
 _FACTORS: Final = (0.1, 10.0)
-# lhotse's own transforms and their settings. None of them runs a program, or opens anything but the recording in it.
+# lhotse's own transforms and their settings. None of them runs a program, or opens anything but a recording in its
+# settings.
 _TRANSFORMS: Final[dict[str, dict[str, _Form]]] = {
     "Clipping": {"hard": bool, "gain_db": _ANY, "normalize": bool},
     "Compress": {"codec": str, "compression_level": _ANY},
@@ -52,8 +53,8 @@ _MAY_BE_NONE: Final = frozenset({"compression_level", "rir", "rir_generator", "r
 # The maximum size of a resampling filter, in numbers. Rates without a common divisor need the largest filters: speeds
 # of 0.95 and 1.05 at 22,050 Hz need 1.3 x 10^8 numbers.
 _MAX_FILTER: Final = 2 * 10**8
-# Names that begin with an FFmpeg protocol, stand for standard input, or lie in folders of devices (except for the disk
-# in memory). No audio of a dataset came from there.
+# Names that begin with an FFmpeg protocol, stand for standard input, or lie in folders of devices (except for
+# /dev/shm). No audio of a dataset came from there.
 _NO_FILE: Final = re.compile(r"[A-Za-z][A-Za-z0-9+.,-]+:|-$|/+(dev/+(?!shm/)|proc/|sys/)")
 
 

@@ -235,7 +235,7 @@ class IndexedShardSource(CutSource):
         return int(self._counts[shard])
 
     def num_cuts(self) -> int:
-        # Do not return the number that the record claims: lists of cuts reserve memory for that many.
+        # Do not trust the number in the record: a list of the cuts would reserve memory for that many.
         return int(self._counts.sum())
 
     def files(self, shard: int) -> ShardFiles:

@@ -287,7 +287,7 @@ class Progress:
             self.epoch += 1
 
     def for_part(self, part: Part) -> "Progress":
-        """Return a copy for ``part``, which continues the progress; raise ConfigError if it belongs to another part."""
+        """Return a copy with which ``part`` continues; raise ConfigError if this progress belongs to another part."""
         if self.part not in (None, part):
             raise ConfigError(
                 f"the state belongs to part {self.part.index} of {self.part.count}, but this is part {part.index} of "
@@ -302,7 +302,7 @@ class Progress:
         }
         num_damaged = self.num_damaged
         if self.part != part:
-            # Divide the total of left-out cuts among the parts, so that the sum stays right.
+            # Divide the total of left-out cuts among the parts, so that the sum stays correct.
             share, rest = divmod(num_damaged, part.count)
             num_damaged = share + (part.index < rest)
         return Progress(self.identity, self.epoch, part, epochs, num_damaged)

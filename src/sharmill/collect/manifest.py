@@ -38,7 +38,7 @@ from sharmill.sources.nemo import NemoSource
 from sharmill.sources.speakers import UNDETERMINED, find_tag
 from sharmill.sources.table import TableSource, delimiter_of
 
-# Largest accepted difference in seconds between a record's duration and its audio.
+# Largest accepted difference in seconds between a record's duration and that of its audio.
 _TOLERANCE: Final = PrepareConfig().duration_tolerance
 # Results are cached, since consecutive segments usually belong to the same recording.
 _probe = lru_cache(maxsize=16)(probe)
@@ -66,7 +66,8 @@ class ManifestOptions:
         corpus: name of the corpus in the only source, or None.
         recipe_options: further arguments of the corpus's recipe.
         splits: names or patterns of the corpus's splits; empty for all.
-        min_segment: join utterances of the corpus until they last this many seconds; None to join none.
+        min_segment: join utterances of the corpus until they last this many seconds; None to leave utterances
+            unchanged.
         download: let lhotse download the corpus into the folder first.
         vocabulary: path for the vocabulary of the texts, or None.
         word_vocabulary: True for a vocabulary of words rather than characters.
@@ -296,7 +297,7 @@ class ManifestStage(Stage):
 
 
 def _vocabulary(root: Path, parts: dict[str, list[Commit]]) -> bytes:
-    """Return the content of the vocabulary file, from the training splits, or from all splits if there are none.
+    """Return the content of the vocabulary file, made from the training splits, or from all splits if there are none.
 
     The file has one entry per line, the most frequent first.
     """
@@ -309,7 +310,7 @@ def _vocabulary(root: Path, parts: dict[str, list[Commit]]) -> bytes:
 
 
 class Completion(Processor):
-    """Adds durations from audio headers to records, and makes paths relative to the root of all inputs, in one rank."""
+    """Adds durations from audio headers to records, and makes paths relative to the root of all inputs."""
 
     def __init__(self, inputs: Sequence[Input], options: ManifestOptions, root: Path) -> None:
         self._inputs = inputs
@@ -416,7 +417,7 @@ def _add_up_counts(commits: Iterable[Commit]) -> dict[str, Any]:
 
 
 def _make_sources(sources: Sequence[str], options: ManifestOptions) -> list[Source]:
-    """Return a source for each path, with the option keys that it knows."""
+    """Return a source for each path, with those option keys that it knows."""
     of_corpus = options.corpus is not None
     refuse(
         (of_corpus and len(sources) > 1, "--from needs exactly one folder, the folder of the corpus"),

@@ -20,7 +20,7 @@ _FISHER: Final = (
     ("LDC2004S13-Part1", "LDC2004S13", "LDC2004T19"),
     ("LDC2005S13-Part2", "LDC2005S13", "LDC2005T19"),
 )
-# Text of an utterance to be left out. Utterances before and after it are not joined with each other.
+# Text that marks an utterance to be left out. Utterances before and after it are not joined with each other.
 LEFT_OUT: Final = "(("
 # The split to which each tenth of Fisher's recordings belongs.
 _FISHER_SPLITS: Final = (*["train"] * 8, "validation", "test")
@@ -28,8 +28,8 @@ _FISHER_SPLITS: Final = (*["train"] * 8, "validation", "test")
 # punctuation.
 _FISHER_TAG: Final = re.compile(r"\[+[^\]]*\]+|<[^>]*>")
 _FISHER_SIGNS: Final = str.maketrans(dict.fromkeys('()*;:"!&{},.-?'))
-# HUB5's file of texts for scoring. A line has recording, channel, speaker, start, end, labels, and a text with markup
-# for asides and hesitations.
+# HUB5's file with the texts for scoring. A line has recording, channel, speaker, start, end, labels, and a text with
+# markup for asides and hesitations.
 _HUB5_TEXTS: Final = "hub5e00.english.000405.stm"
 _STM_LINE: Final = re.compile(r"(\S+)\s+([AB])\s+(\S+)\s+([\d.]+)\s+([\d.]+)\s+(?:<[^>]*>)?(.*)")
 _STM_HESITATION: Final = re.compile(r"\(%(?:hesitation|uh|ah)\)")
@@ -40,8 +40,9 @@ _AN4_LINE: Final = re.compile(r"(.*)\(([^()\s]+)\)\s*")
 def forgive_headers() -> None:
     """Make lhotse read headers with sharmill's reader until this process ends.
 
-    If the reader rejects a file, the recipe is told that it is a long file with two channels, and so keeps all its
-    segments. These are rejected later, when all records are checked. SPHERE files are read without sph2pipe.
+    If the reader rejects a file, the recipe is told that the file is long and has two channels, so that it keeps all
+    segments of the file. These are rejected later, when all records are checked. SPHERE files are read without
+    sph2pipe.
     """
     from lhotse.audio import backend
 
@@ -144,8 +145,8 @@ def _clean_fisher(text: str) -> str:
 def read_hub5(directory: Path, transcript_path: str | None = None) -> dict[str, Any]:
     """Return recordings and supervisions of HUB5, with the clean texts of its STM file if there is one.
 
-    Without this file, the texts come from lhotse's recipe. The folders are named as by LDC (LDC2002S09, LDC2002T43) or
-    by NeMo's script (hub5e_00, 2000_hub5_eng_eval_tr).
+    Without this file, the texts come from lhotse's recipe. The folders have the names that LDC uses (LDC2002S09,
+    LDC2002T43) or those in NeMo's script (hub5e_00, 2000_hub5_eng_eval_tr).
     """
     from lhotse import Recording, RecordingSet, SupervisionSegment, SupervisionSet, fix_manifests
     from lhotse.recipes.eval2000 import prepare_eval2000

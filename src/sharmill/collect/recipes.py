@@ -30,7 +30,7 @@ from sharmill.files.disk import stopping_errors
 from sharmill.files.host import new_process
 from sharmill.registry import nearest
 
-# Errors that recipes raise for unexpected files; recipes have no more specific classes for this.
+# Errors that recipes raise for unexpected files, since they have no exception classes of their own.
 _RECIPE_ERRORS: Final = (AssertionError, OSError, LookupError, ValueError, TypeError, AttributeError, RuntimeError)
 # Time in seconds after which a download fails if the server sends no data.
 _NETWORK_TIMEOUT: Final = 60.0
@@ -45,7 +45,8 @@ class RecipeResult:
     Attributes:
         dataset: name of the dataset in speaker tags.
         defaults: keys and values for records that lack the keys.
-        splits: for each split, its file names by the source key that each is for, such as ``recordings``.
+        splits: for each split, the names of its files, by the key of the source under which each is used, such as
+            ``recordings``.
     """
 
     dataset: str
@@ -65,7 +66,7 @@ def run_recipe(
         options: further arguments of the recipe.
         splits: names or patterns of the wanted splits; empty for all.
         folder: folder for the manifests of the splits, in which records are sorted by path, and for ``RECIPE_LOG``.
-        min_segment: join utterances until they last this many seconds; None to join none.
+        min_segment: join utterances until they last this many seconds; None to leave them unchanged.
         download: download the corpus first, or the missing part of it.
 
     Raises:

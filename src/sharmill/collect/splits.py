@@ -71,10 +71,10 @@ def write_split(part: Any, path: Path, min_segment: float | None) -> dict[str, s
     Args:
         part: list of records, or (recordings, supervisions).
         path: path of the manifests without a suffix.
-        min_segment: join utterances until they last this many seconds; None to join none.
+        min_segment: join utterances until they last this many seconds; None to leave them unchanged.
 
     Returns:
-        Names of the files by the source key that each is for; empty if there are no records.
+        Names of the files, by the key of the source under which each is used; empty if there are no records.
     """
     files: dict[str, list[Any]] = {}
     if min_segment is not None and (isinstance(part, list) or part[1] is None or len(part[1]) <= len(part[0])):
@@ -111,7 +111,7 @@ def find_splits(result: Any, name: str = "") -> dict[str, Any]:
     """Return the splits in the result of a recipe, by name.
 
     The result is a list of records, or nested mappings that end in recordings and supervisions. The name of a split
-    joins the keys that lead to it by hyphens.
+    consists of the keys that lead to it, joined by hyphens.
     """
     if isinstance(result, list):
         return {name: result}

@@ -40,7 +40,8 @@ from sharmill.files.stored import NOT_JSON, open_stored
 from sharmill.files.trust import require_trusted_owner
 
 _SECONDS_OF_USE: Final = 60.0
-# Age in seconds above which a small unlocked file counts as a leftover, since writing it may take long on a busy disk.
+# Age in seconds above which a small unlocked file counts as a leftover. It is high, since writing such a file may take
+# long on a busy disk.
 _SECONDS_TO_WRITE: Final = 3600.0
 # Each process scans the cache after fetching this share of the limit. It then evicts copies down to the kept share, to
 # leave room for other processes.
@@ -49,7 +50,7 @@ _KEPT_SHARE: Final = 0.75
 _MORE: Final = "more than the cache may hold ({:,.0f}); raise its limit (cache_gib)"
 # Copies keep their extensions, by which libraries recognize archives and compressed files.
 _EXTENSIONS: Final = r"(\.[A-Za-z0-9]{1,8}){0,2}"
-# Name of the file that marks a folder as a cache; only then may files with a cache's naming pattern be removed.
+# Name of the file that marks a folder as a cache. If it is missing, no files are evicted from the folder.
 _MARKER: Final = ".sharmill-cache"
 _COPY: Final = re.compile(rf"[0-9a-f]{{32}}{_EXTENSIONS}")
 _TEMPORARY: Final = re.compile(rf"\.(about-)?{_COPY.pattern}\.[0-9a-f]{{32}}\.tmp")
@@ -94,7 +95,7 @@ class Cache:
 
     @classmethod
     def of_run(cls, run_dir: str, cache_dir: str | None, gib: float) -> Cache:
-        """Return the cache of a run: in ``cache_dir``, which runs may share, or in the run directory if it is None."""
+        """Return the cache of a run: in ``cache_dir``, which runs may share, or in the run directory if that is None."""
         if cache_dir is None:
             return replace(cls.at(Path(run_dir) / "copies", gib), is_of_run=True)
         return cls.at(cache_dir, gib, scope=os.path.realpath(run_dir))
@@ -104,7 +105,7 @@ class Cache:
 
         Args:
             url: URL with one of the schemes that ``check_url`` allows.
-            xxh3: checksum that the copy must have; if empty, an existing copy is used for the URL.
+            xxh3: checksum that the copy must have; if empty, an existing copy for the URL is accepted without a check.
             max_bytes: largest accepted size.
 
         Raises:
@@ -230,7 +231,7 @@ class Cache:
             temp.unlink(missing_ok=True)
 
     def _make_room(self, size: int, new: Path) -> None:
-        """Evict copies if this process has added so much that a new copy may exceed the limit."""
+        """Evict copies if this process has added so much that the cache may exceed its limit."""
         _unswept[self.folder] += size
         if _unswept[self.folder] < self.max_bytes * _SWEPT_AFTER:
             return
@@ -247,7 +248,7 @@ class Cache:
             if path == new:
                 continue  # the new copy will replace it
             is_copy = _COPY.fullmatch(path.name)
-            # Evict leftovers of killed processes first. A live process holds the lock of its file or has just created
+            # Evict leftovers of killed processes first. A live process has locked its file, or has only just created
             # it.
             patience = _SECONDS_TO_WRITE if path.name.startswith(".about-") else _SECONDS_OF_USE
             if not is_copy and time.time() - status.st_mtime > patience and _evict(path):

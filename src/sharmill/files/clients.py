@@ -160,7 +160,7 @@ def _session(process: int) -> requests.Session:
     import requests
 
     session = requests.Session()
-    # Do not let requests follow redirects: it would read a redirect's whole body, and parse its target unchecked.
+    # Prevent requests from following redirects: it would read a redirect's whole body, and parse its target unchecked.
     session.get_redirect_target = lambda resp: None  # type: ignore[method-assign]
     limit_response_times(session, FETCHES_AT_ONCE)
     # Suppress a log message that contains the whole URL, whose query may be a signature.

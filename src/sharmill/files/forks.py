@@ -28,7 +28,8 @@ from sharmill.files.host import end_with_parent, safe_path, variable
 PRELOAD: Final = "SHARMILL_PRELOAD"
 # Lock on the environment of this process, which servers inherit when they start.
 _environment = threading.Lock()
-# Maximum length of the path of the folder for temporary files, to which sockets add up to 30 characters.
+# Maximum length of the path of the folder for temporary files; the paths of the sockets in it are up to 30 characters
+# longer.
 _MOST_CHARACTERS: Final = 70
 # Process id of the server that forked this process, or of this process if it is the server.
 _server: int | None = None
@@ -49,8 +50,8 @@ def end_with_server() -> None:
 def _make_socket_folder() -> None:
     """Create the folder for the sockets of servers, unless it exists.
 
-    It belongs to this process, which removes it at exit, and not to the forked processes. Because the kernel limits
-    socket paths to 107 characters, a TMPDIR with a long name is not used.
+    It belongs to this process, which removes it at exit, and not to the forked processes. The kernel limits socket
+    paths to 107 characters, so a TMPDIR with a long path is not used.
     """
     config: dict[str, Any] = current_process()._config  # type: ignore[attr-defined]
     if config.get("tempdir") is None and len(tempfile.gettempdir()) > _MOST_CHARACTERS:
@@ -97,7 +98,7 @@ class ForkServer(_ForkServer):
 
 
 class ForkedProcess(popen_forkserver.Popen):
-    """A process forked from a given server, unlike its base class, which uses multiprocessing's server.
+    """A process that is forked from the given server; its base class always uses multiprocessing's own server.
 
     Args:
         target: function to call with ``arguments``; both are pickled.

@@ -1,4 +1,4 @@
-"""This host and its processes: the user, usable cores, process starts and ends, and signals."""
+"""This host and its processes: the user, usable cores, the start and end of processes, and signals."""
 
 import ctypes
 import getpass
@@ -36,7 +36,7 @@ def limit_cores(number: int) -> None:
 
 
 def usable_cores(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int:
-    """Return the number of cores that this process may use, by affinity, cgroup quotas and ``limit_cores``."""
+    """Return the number of cores that this process may use, given its affinity, cgroup quotas and ``limit_cores``."""
     limits = group_limits("cpu", ["cpu.cfs_quota_us", "cpu.cfs_period_us"], ["cpu.max"], proc, cgroups)
     most = min([len(os.sched_getaffinity(0)), *(quota / period for quota, period in limits if quota > 0)])
     return max(1, int(most if _own_cores is None else min(most, _own_cores)))
@@ -152,7 +152,7 @@ def _name_job() -> str:
 
 
 def interrupt() -> None:
-    """Interrupt this process as Ctrl-C does, or by SIGTERM if SIGINT is ignored, as in a shell's background job."""
+    """Interrupt this process as Ctrl-C does, or with SIGTERM if SIGINT is ignored, as in a shell's background job."""
     is_ignored = signal.getsignal(signal.SIGINT) == signal.SIG_IGN
     os.kill(os.getpid(), signal.SIGTERM if is_ignored else signal.SIGINT)
 
@@ -181,7 +181,7 @@ def safe_path() -> AbstractContextManager[None]:
 
 @contextmanager
 def new_process(method: str) -> Iterator[ProcessPoolExecutor]:
-    """Provide a pool of one process, started by a multiprocessing method, that ends with this process.
+    """Provide a pool with one process, which is started with a multiprocessing method and ends with this process.
 
     If an error ends the context, the process is not waited for.
     """
@@ -238,7 +238,7 @@ def deferred_interrupts() -> Iterator[None]:
     The mask is set because started processes inherit it.
     """
     if threading.current_thread() is not threading.main_thread():
-        # Signals only interrupt the main thread.
+        # Signals interrupt only the main thread.
         yield
         return
     arrived: list[int] = []

@@ -31,7 +31,7 @@ def is_url(path: str) -> bool:
 
 
 def check_url(url: str, key: str) -> None:
-    """Raise ValueError if a URL must not be used for ``key``: unknown scheme, password, query, or no encryption."""
+    """Raise ValueError if the URL under ``key`` has an unknown scheme, a password or a query, or is not encrypted."""
     try:
         parts = urlsplit(url)
     except ValueError as error:
@@ -191,7 +191,7 @@ def with_content(location: Location, xxh3: str, max_bytes: float) -> Location:
 
 
 def check_copy(location: Location) -> None:
-    """Raise DamagedShard if a copy has changed since it was fetched, which reading it does not detect."""
+    """Raise DamagedShard if a copy has changed since it was fetched; reading the copy does not detect such a change."""
     if isinstance(location, RemoteLocation):
         copy = location.cache.path_of(location.url, location.xxh3)
         with suppress(FileNotFoundError, ValueError):

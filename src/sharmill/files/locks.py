@@ -1,7 +1,7 @@
 """Locks on folders that several hosts share; each lock names its owner.
 
 The lock on a folder is the subfolder ``.sharmill-lock``, with one uniquely named file: the record of the lock's owner.
-To enter, a process adds its own record and then checks for others. If any other owner is not known to have ended, the
+To enter, a process adds its own record and then checks for others. Unless all other owners are known to have ended, the
 process removes its own record and retries later. A process leaves by removing its file. The file of a dead owner is
 removed in the same way, which is safe because no later owner uses the same name.
 
@@ -41,7 +41,7 @@ log = logging.getLogger(__name__)
 
 LOCK_NAME = ".sharmill-lock"
 LEASE_SECONDS = 120.0
-# A record with a longer or invalid lease is not ours; it is treated like a torn record.
+# A record with a longer or invalid lease was not written by sharmill; it is treated like a torn record.
 _MAX_LEASE_SECONDS = 3600.0
 _POLL_SECONDS = 0.25
 # Time to wait for the lock after an error. It is short, because an interrupted command and its ranks must end within
@@ -166,7 +166,7 @@ class FolderLock:
 
     def __exit__(self, kind: type[BaseException] | None, *exception: object) -> None:
         if not self._is_held:
-            return  # it was released, and an error occurred before it was free again
+            return  # the lock was released, and an error occurred before it was acquired again
         self._is_held = False
         self._leave.set()
         self._toucher.join()
@@ -190,7 +190,8 @@ class FolderLock:
 
         Args:
             seconds: time to wait for a process that is known to be alive.
-            outwaits_silent: wait for other processes until their leases expire, even if that takes longer.
+            outwaits_silent: wait for processes not known to be alive until their leases expire, even if that takes
+                longer.
         """
         began, is_said = time.monotonic(), False
         while True:
@@ -208,13 +209,13 @@ class FolderLock:
             if owner is not None and not is_said and waited > 5.0:
                 is_said = True
                 log.warning("waiting for %s to release its lock on %s", owner, self.path.parent)
-            # Random delays separate processes that arrive together and give way to each other.
+            # Random delays prevent processes that arrive at the same time from giving way to each other forever.
             time.sleep(_POLL_SECONDS * random.uniform(0.5, 1.5))
 
     def _find_others(self) -> dict[Path, tuple[LockOwner, bool]]:
         """Return {record: (owner, True if known to be alive)} for other live owners; remove the records of dead ones.
 
-        A process of another kernel is considered dead if its file was not touched during its lease.
+        A process under another kernel is considered dead if its file was not touched during its lease.
         """
         others, now = {}, time.monotonic()
         for file, (owner, touched) in _read_owners(self.path, self._lease_seconds).items():
@@ -277,6 +278,6 @@ class FolderLock:
     @retry(retry=retry_if_exception_type(OSError), stop=stop_after_attempt(3), wait=wait_fixed(0.2), reraise=True)
     def _remove(self) -> None:
         self._file.unlink(missing_ok=True)
-        # Other processes may have records in it.
+        # Other processes may have records in the folder.
         with suppress(OSError):
             self.path.rmdir()

@@ -50,7 +50,7 @@ class PipeEnd:
     another message.
 
     Args:
-        in_use: memory shared by both ends, with one byte per reusable file; it is nonzero while the file is in use.
+        in_use: memory shared by both ends, with one byte per reusable file, which is nonzero while the file is in use.
     """
 
     def __init__(self, pipe: Connection, in_use: memoryview) -> None:
@@ -149,7 +149,7 @@ class PipeEnd:
         self._in_use[number] = 0
 
     def _map_file(self) -> "ctypes.Array[ctypes.c_ubyte]":
-        """Return the mapped content of a file that is being received.
+        """Receive a file, and return its mapped content.
 
         The descriptor is closed after the mapping, because a process may have too many mapped files to keep all of them
         open.

@@ -1,4 +1,4 @@
-"""Limits on the time and size of server responses, for requests and fsspec.
+"""Limits on the time and size of server responses, for the libraries requests and fsspec.
 
 Both libraries limit only the time between two bytes, so a server that sends one byte per minute could block them
 forever. Here, bytes are counted as they arrive from the network, including the framing of chunked responses.
@@ -43,7 +43,8 @@ class AnswerPace:
     Args:
         url: URL of the file, for messages.
         max_bytes: size limit of the body.
-        together: number of bytes that are transferred without visible progress, for which the deadline is extended.
+        together: number of bytes that are transferred without visible progress; the deadline is extended to allow for
+            them.
     """
 
     def __init__(self, url: str = "", max_bytes: float = math.inf, together: int = 0) -> None:

@@ -1,4 +1,4 @@
-"""Shared disks (NFS), on which files of other nodes become visible with a delay, and clocks differ.
+"""Shared disks (NFS), on which files of other nodes become visible with a delay, and the nodes' clocks differ.
 
 An NFS client caches names, listings and attributes for up to a minute (acregmin, acdirmin). During this time, new files
 seem to be missing. If another process is known to have created a file, a missing name therefore does not mean that the
@@ -33,7 +33,7 @@ class VisibilityTimeout:
         self._deadline = time.monotonic() + seconds
 
     def retry_until_visible(self, work: Callable[[], Result]) -> Result:
-        """Return the result of a function, retrying it while it fails on files that may not be visible yet."""
+        """Call a function and return its result, retrying while it fails on files that may not be visible yet."""
         retrying = Retrying(
             retry=retry_if_exception(lambda error: getattr(error, "errno", None) in _NOT_YET_VISIBLE_ERRNOS),
             stop=lambda state: time.monotonic() >= self._deadline,

@@ -61,7 +61,7 @@ def _list(folder: Path) -> Names:
 def describe_similar(path: str | Path) -> str:
     """Return the end of a sentence about a missing file if a similar path exists, otherwise an empty text.
 
-    This also covers a link on the path whose target is missing.
+    This also describes a link in the path whose target is missing.
     """
     missing = Path(path)
     try:

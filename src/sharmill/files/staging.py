@@ -47,7 +47,7 @@ class Staging:
     attempt, because creating and removing trees would dominate a unit's file system requests.
 
     If ``scratch`` names a folder on a local disk, files are written there. When all files of a unit are complete, they
-    are copied to the shared disk in few large writes.
+    are copied to the shared disk in a few large writes.
     """
 
     def __init__(self, root: Path, token: str, scratch: Path | None = None) -> None:
@@ -144,7 +144,7 @@ class Staging:
 
 
 def _names_here() -> str:
-    """Return the name prefix of staging folders whose processes are visible from this process.
+    """Return the name prefix of the staging folders of all processes that this process can see.
 
     It contains the kernel as well as the host, since containers of one machine may share a host name but not process
     ids.
@@ -153,7 +153,7 @@ def _names_here() -> str:
 
 
 def remove_dead_attempts(parent: Path) -> None:
-    """Remove this user's staging folders of processes that have ended on this machine.
+    """Remove this user's staging folders whose processes ran on this machine and have ended.
 
     Args:
         parent: staging folder of a plan or a scratch folder; other processes may be working in it.

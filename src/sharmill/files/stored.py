@@ -35,8 +35,8 @@ def open_stored(path: Path, *, append: bool = False, buffering: int = -1) -> Bin
 
     Raises:
         FileNotFoundError: the file does not exist.
-        ConfigError: the file is a link, not a regular file, or an untrusted user's; with ``append``, also if the file
-            has a second hard link, since a file elsewhere would then change as well.
+        ConfigError: the file is a link, is not a regular file, or belongs to an untrusted user; with ``append``, also
+            if the file has a second hard link, since a file elsewhere would then change as well.
     """
     try:
         stream = open_regular(path, follow_links=False, append=append, buffering=buffering)

@@ -40,7 +40,7 @@ def owned_by_other_user(status: os.stat_result, folder: Path) -> bool:
 
 
 def require_trusted_owner(root: Path, paths: Iterable[Path], *, may_be_link: Path | None = None) -> None:
-    """Raise ConfigError if a path below ``root``, or a folder on the way to it, is a link or an untrusted user's.
+    """Raise ConfigError if a path below ``root``, or a folder on the way to it, is a link or has an untrusted owner.
 
     FIFOs, sockets and devices are rejected too.
 
@@ -106,7 +106,7 @@ def make_private_folder(path: Path) -> None:
     It may contain files to be unpickled, so nobody else may add files or replace the folder.
 
     Raises:
-        ConfigError: the path is a link or another user's, or anybody may write to a folder above it.
+        ConfigError: the path is a link or belongs to another user, or anybody may write to a folder above it.
     """
     make_folder(path.parent)
     require_trusted_owner(path.parent, [path])
@@ -123,7 +123,7 @@ def make_private_folder(path: Path) -> None:
 
 
 def _is_shared(status: os.stat_result, writers: int) -> bool:
-    """Return True if a permission of the set ``writers`` lets users replace any file of a folder.
+    """Return True if a permission in the set ``writers`` allows users to replace any file in a folder.
 
     In a folder with the sticky bit, such as /tmp, users can replace only their own files.
     """

@@ -221,8 +221,8 @@ def segment_times(record: dict[str, Any], info: AudioInfo, tolerance: float) -> 
     """Return the offset and duration of a record in seconds. A missing duration is calculated from the audio header.
 
     Raises:
-        RejectRecord: ``duration_mismatch`` if a record without offset differs from the duration of its file, or a
-            segment extends beyond its file, by more than ``tolerance`` seconds.
+        RejectRecord: ``duration_mismatch`` if the duration of a record without an offset differs from that of its file
+            by more than ``tolerance`` seconds, or a segment extends beyond its file by more than this.
     """
     seconds = info.num_samples / info.sampling_rate
     offset = record.get("offset") or 0.0
@@ -252,7 +252,7 @@ def _written(tag: SpeakerTag) -> tuple[str, str | None]:
 
 
 def _further_keys(record: dict[str, Any], channel: Channel, no_duration: bool) -> dict[str, Any]:
-    """Return the content of ``custom``: further keys, the chosen channel, and a mark if the duration was missing."""
+    """Return the content of ``custom``: further keys, the chosen channel, and a mark if the record has no duration."""
     # Training code reads the language from these keys, so a placeholder must not contradict the tag.
     custom = {
         key: value

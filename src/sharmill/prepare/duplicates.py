@@ -17,7 +17,7 @@ from sharmill.shar.dataset import ShardedDataset
 from sharmill.shar.fields import CUTS
 from sharmill.shar.manifests import read_utterances
 
-# A segment is identified by 128 bits, for which collisions are negligible.
+# A segment is identified by a hash of 128 bits, so that collisions are negligible.
 HASH_FIELDS: Final = np.dtype([("segment", "u8", 2), ("file", "u8"), ("recording", "u8"), ("cut", "u8")])
 
 
@@ -68,8 +68,8 @@ class Ids:
     def make_unique(self, utterance: Utterance) -> None:
         """Make the ids of an utterance unique.
 
-        An ambiguous id gets a hash of the file or segment as a suffix, so that it does not depend on the order of the
-        input.
+        An ambiguous id gets a hash of the file or segment as a suffix, so that the new id does not depend on the order
+        of the input.
         """
         _, file, recording, cut = hash_utterance(utterance)
         if recording in self.recordings:

@@ -162,7 +162,7 @@ class MergeResult:
         num_recordings: number of recordings in the parts.
         lengths: length of each line of the manifest in bytes.
         rejects: number of dropped records by reason.
-        seconds: audio of the dropped records in seconds.
+        seconds: total duration of the dropped records.
     """
 
     kept: np.ndarray
@@ -216,8 +216,8 @@ class PrepareInput:
     def check(self) -> None:
         _require_sources(self.sources)
         for source in self.sources:
-            # Check the source before its audio root: its messages name its own keys, one of which may determine the
-            # audio root.
+            # Check the source before its audio root: the source's messages name its own keys, one of which may
+            # determine the audio root.
             source.check()
             AudioRoots.of([source.audio_root]).check()
             source.check_keys()
@@ -228,7 +228,7 @@ class PrepareInput:
 
 @dataclass(frozen=True)
 class PrepareProcessor(Processor):
-    """Reads and checks the records of units, in one rank."""
+    """Reads and checks the records of the units that one rank processes."""
 
     check: RecordCheck
     speaker_key: SpeakerKey

@@ -1,7 +1,7 @@
 """Input formats. Each module turns one kind of manifest into raw records, in pieces that can be read in parallel.
 
-A source is a dataclass whose fields are the keys of an entry under ``sources`` in a configuration. Other packages add
-sources through the entry point group ``sharmill.sources``, or a configuration names a class: ``type:
+A source is a dataclass whose fields are the keys of an entry under ``sources`` in a configuration. Other packages can
+add sources through the entry point group ``sharmill.sources``. A configuration can also name a class directly: ``type:
 python:package.module:Class``.
 
 >>> import json
@@ -72,7 +72,7 @@ class Piece:
     """Consecutive records for one unit of ``prepare``.
 
     Attributes:
-        params: JSON values by which the source finds the records again.
+        params: JSON values with which the source finds the records again.
     """
 
     num_records: int
@@ -102,7 +102,7 @@ class DescribedRecord:
             relative to the audio root, followed by the name in the container: ``shard.tar/member.wav`` or
             ``table.parquet#7``. Ids are derived from it.
         member: location of the audio in its container; None if ``audio_filepath`` names a file.
-        notes: count of each note. A note is a message that follows its count, such as "captions are left out".
+        notes: number of occurrences of each note. A note such as "captions are left out" is shown after this number.
     """
 
     record: bytes
@@ -131,8 +131,8 @@ class Source(ABC):
     A subclass is a dataclass that adds its own keys.
 
     Attributes:
-        file_keys: keys that name files or folders with records. The manifests of a run are named after the first key
-            that is set.
+        file_keys: keys that name files or folders with records. The manifests of a run are named after the file under
+            the first of these keys that is set.
         folder_keys: further keys that name folders.
         cache: cache for files behind URLs. A source from a configuration uses the cache of the run.
     """
@@ -200,7 +200,7 @@ class Source(ABC):
 
     @abstractmethod
     def read(self, piece: dict[str, Any]) -> Iterator[RawRecord]:
-        """Yield the raw records of a piece, each one JSON text; ``piece`` is the ``params`` of the piece."""
+        """Yield the raw records of a piece, each as one JSON text; ``piece`` is the ``params`` of the piece."""
 
     def records(self) -> Iterator[RawRecord]:
         """Yield the raw records of all pieces."""
@@ -232,14 +232,14 @@ class Source(ABC):
 
     @property
     def keeps_ids(self) -> bool:
-        """True if records carry cut ids under ``SOURCE_CUT_ID`` that the dataset keeps.
+        """True if records have cut ids under ``SOURCE_CUT_ID``, and the dataset keeps these ids.
 
         Sources that support this have a key ``keep_ids``.
         """
         return getattr(self, "keep_ids", False)
 
     def paths(self) -> dict[str, str]:
-        """Return the local paths that keys name, by key; items of a list get the name ``key[number]``."""
+        """Return the local paths of files and folders by key (``key[number]`` for the items of a list)."""
         found: dict[str, str] = {}
         for key in (*self.file_keys, *self.folder_keys, "audio_root"):
             value = getattr(self, key)
@@ -248,7 +248,7 @@ class Source(ABC):
         return found
 
     def settings(self) -> dict[str, Any]:
-        """Return the values of the keys for the plan's identity: without folders, and only the names of files."""
+        """Return the values of the keys for the plan's identity, without folders and with file names instead of paths."""
         found = dataclasses.asdict(self)
         for key in ("audio_root", *self.folder_keys):
             del found[key]
@@ -283,7 +283,7 @@ class Source(ABC):
         return {key: (key, f"the speaker template {self.speaker!r} uses the key {key!r}") for key in keys}
 
     def check_keys(self) -> None:
-        """Raise ConfigError if none of the first records has a key that the configuration names."""
+        """Raise ConfigError if a key that the configuration names is missing from all of the first records."""
         needed = self.needed_keys()
         if not needed:
             return
@@ -309,7 +309,8 @@ class FileSource(Source):
     """A source that reads files named by paths and patterns under ``file_keys``.
 
     Attributes:
-        digests: by key, the part of each file that is read for the identity; files of other keys are read completely.
+        digests: for a key, the part of its files that is read for the identity; files of other keys are read
+            completely.
     """
 
     digests: ClassVar[dict[str, Digest]] = {}
@@ -329,7 +330,7 @@ class FileSource(Source):
         return self.find(self.file_key)
 
     def identity(self) -> dict[str, Any]:
-        """Return size and checksum of each file by key, number and name. This also checks that files are readable."""
+        """Return the size and checksum of each file by key, number and name, and check that the files are readable."""
         self.check()
         keys = [key for key in self.file_keys if self.named(key)]
         return {key: identify_files(self.find(key), self.digests.get(key, "whole")) for key in keys}
@@ -356,7 +357,8 @@ class ColumnSource(Source):
     """A source whose records consist of named columns.
 
     Attributes:
-        checks_columns: True if ``check`` finds all columns, including columns that the first records leave empty.
+        checks_columns: True if ``check`` itself makes sure that the columns exist, even if they are empty in the first
+            records.
     """
 
     checks_columns: ClassVar[bool] = False
@@ -366,7 +368,7 @@ class ColumnSource(Source):
 
     @property
     def mapped(self) -> set[str]:
-        """All names in ``columns``, both keys of records and columns."""
+        """All names in ``columns``: the keys of records as well as the columns."""
         return {*self.columns, *self.columns.values()}
 
     def name_keys(self, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -384,7 +386,7 @@ class ColumnSource(Source):
 
 
 def find_value(values: Any, path: str) -> Any:
-    """Return the value of a key, or of a path of keys and numbers such as ``texts.0``; an ellipsis if there is none.
+    """Return the value at a key, or at a path of keys and indices such as ``texts.0``; return ``...`` if there is none.
 
     >>> find_value({"texts": ["Yes.", "yes"], "a.b": 1}, "texts.1"), find_value({"a.b": 1}, "a.b")
     ('yes', 1)
@@ -403,7 +405,7 @@ def find_value(values: Any, path: str) -> Any:
 class RunSource(Source):
     """A source that divides its input into runs of entries, such as the lines of a file or the files of a folder.
 
-    A piece consists of whole runs, or of parts of a run that is larger than a piece. Each entry has one record.
+    A piece consists of whole runs, or of parts of a run that is larger than a piece. Each entry becomes one record.
     """
 
     @abstractmethod
@@ -429,7 +431,7 @@ class RunSource(Source):
         return entry.decode("utf-8", "replace")
 
     def pieces(self, records_per_piece: int) -> Iterator[Piece]:
-        """Yield pieces of runs; each run can be found again by its location."""
+        """Yield pieces that consist of runs or of parts of runs; each run can be found again by its location."""
         spans: list[Any] = []
         total = 0
         for place, count in self.runs(records_per_piece):
@@ -496,7 +498,7 @@ class LineSource(RunSource, FileSource):
 
     @cached_property
     def _open(self) -> Callable[[Location], BinaryIO]:
-        """The function that opens a file. It keeps the last file open, so that continuing does not unpack it again."""
+        """The function that opens a file. It keeps the last file open, so that the next piece need not unpack it again."""
         return lru_cache(maxsize=1)(open_lines)
 
 

@@ -28,13 +28,14 @@ from sharmill.sources.textgrid import choose_tier, parse_textgrid, parse_tiers, 
 
 _SHOWN: Final = 1000
 
-# Suffix of the annotation files by format.
+# Suffix of the annotation files of each format.
 _SUFFIXES: Final = {
     "rttm": ".rttm", "ctm": ".ctm", "textgrid": ".TextGrid", "audacity": ".txt", "srt": ".srt", "ami": ".words.xml",
 }  # fmt: skip
 # Formats that annotate single words, which are joined into segments.
 _WORD_FORMATS: Final = ("ctm", "ami")
-# Annotation files are read completely. This limit allows hours of annotations per file, or a whole corpus in one RTTM.
+# Annotation files are read completely, so their size is limited. The limit allows hours of annotations per file, or one
+# RTTM file for a whole corpus.
 _MAX_ANNOTATION_BYTES: Final = 64 << 20
 # Pause in seconds; words with a longer pause between them belong to different segments.
 _MAX_GAP: Final = 0.5
@@ -126,7 +127,7 @@ class AnnotatedSource(WalkedSource):
                 yield [os.fsencode(f"{folder}/{name}"), found]
 
     def runs(self, size: int) -> Iterator[tuple[list[Any], int]]:
-        """Yield groups of annotation files that belong together, with their numbers of segments."""
+        """Yield each group of annotation files that belong together, with its number of segments."""
         for folder, names in self._groups():
             yield [path_to_text(folder), list(map(path_to_text, names))], len(self._items(folder, tuple(names)))
 
@@ -150,7 +151,7 @@ class AnnotatedSource(WalkedSource):
                 yield folder, [""]
             elif self.annotations != "ami":
                 yield from ((folder, [name]) for name in names)
-            else:  # all speakers of a meeting belong together
+            else:  # the files of all speakers of a meeting belong together
                 groups = itertools.groupby(names, lambda name: name.partition(".")[0])
                 yield from ((folder, list(group)) for _, group in groups)
 
@@ -258,7 +259,7 @@ def _item(
 
 
 def _number_channels(names: list[str]) -> dict[str, int | None] | None:
-    """Return the number of each channel of a recording, from 0; None if the names of the channels are not recognized.
+    """Return the number of each channel of a recording, counted from 0; None if a channel name is unknown.
 
     A single channel with a default name gets no number, so that the setting ``channel`` of the source decides.
     """

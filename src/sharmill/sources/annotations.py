@@ -10,7 +10,8 @@ from sharmill.sources import UnreadableRecord
 from sharmill.sources.files import split_lines
 from sharmill.sources.stretches import Stretch
 
-# Whitespace and words of a line. Unicode whitespace does not separate words, since a word or name may contain it.
+# Patterns for the whitespace and the words of a line. Unicode whitespace does not separate words, since a word or name
+# may contain it.
 _GAP: Final = r"[ \t\v\f]++"
 _WORD: Final = r"[^ \t\v\f]++"
 # Optional end of a line after a word or speaker name. Any other trailing text is part of the word or name.
@@ -18,9 +19,10 @@ _CONFIDENCE: Final = rf"(?:{_GAP}(?:<?NA>?|[-+.\deE]+)(?:{_GAP}.*)?)?\s*"
 _PLACE: Final = (
     rf"(?P<recording>{_WORD}){_GAP}(?P<channel>{_WORD}){_GAP}(?P<start>{_WORD}){_GAP}(?P<duration>{_WORD}){_GAP}"
 )
-# Formats with one segment per line: a pattern of lines to ignore, a pattern of valid lines, and the message for others.
+# Formats with one segment per line. For each: a pattern for lines to ignore, a pattern for valid lines, and the message
+# for all other lines.
 _LINES: Final = {
-    # Other types of RTTM lines describe speakers, words and noises.
+    # RTTM lines of other types describe speakers, words and noises.
     "rttm": (
         re.compile(rf"(?!\s*SPEAKER(?:{_GAP}|$))"),
         re.compile(

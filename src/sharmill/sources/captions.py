@@ -43,10 +43,10 @@ def parse_captions(text: str) -> Iterator[Stretch | UnreadableRecord | str]:
 
 
 def _split_captions(text: str, *, is_vtt: bool) -> list[tuple[re.Match[str] | None, list[str]]]:
-    """Return (match of the times, nonblank lines except the number) for each block; the match may be None.
+    """Return (regex match for the times or None, nonblank lines without the caption number) for each block.
 
-    A caption may contain blank lines. A blank line ends it only if a number, times or, in WebVTT, a name or comment
-    follows.
+    A caption may contain blank lines. A blank line ends it only if it is followed by a number, by times or, in WebVTT,
+    by a name or a comment.
     """
     lines = ["", *map(str.strip, split_lines(text))]
     rows = [(line, not before) for before, line in itertools.pairwise(lines) if line]

@@ -52,7 +52,7 @@ T = TypeVar("T")
 Digest = Literal["whole", "ends", "size"]
 # NeMo's brackets around a range of numbers or a list.
 _BRACKETS: Final = (r"\{", r"\}"), (r"\(", r"\)"), (r"\[", r"\]"), ("<", ">"), ("_OP_", "_CL_")
-# An item must not contain brackets made of letters, otherwise two lists would be read as one.
+# An item must not contain brackets made of letters (_OP_ and _CL_), otherwise two lists would be read as one.
 _ITEM: Final = r"(?:(?!_OP_|_CL_)[\w.-])+"
 _RANGE: Final = re.compile(
     "|".join(rf"{opening}(\d+\.\.\d+|{_ITEM}(?:,{_ITEM})+){closing}" for opening, closing in _BRACKETS)
@@ -89,8 +89,8 @@ _PACKED_SUFFIXES: Final = (".gz", ".bz2", ".xz", ".zst")
 def identify_files(files: Iterable[Location], digest: Digest = "whole") -> dict[str, Any]:
     """Return the size and the checksum of each file, by file number and name.
 
-    Names do not include folders, so that the files may be moved. The checksum is for the part of the file that
-    ``digest`` names; for ``size``, there is none.
+    Names do not include folders, so that the files may be moved. ``digest`` names the part of the file that the
+    checksum covers; with ``size``, there is no checksum.
     """
 
     def identify(file: Location) -> list[Any]:
@@ -150,7 +150,7 @@ def _on_disk(name: str) -> Iterable[str]:
 
 def _find_ranges(pattern: str) -> Iterator[re.Match[str]]:
     """Yield the ranges and lists in a pattern, except brackets in the name of an existing file or folder."""
-    begin, position = "", 0  # begin: start of the first expanded name
+    begin, position = "", 0  # begin: the pattern up to ``position``, with the first item of each range
     for match in _RANGE.finditer(pattern):
         part = pattern[position : match.end()] + pattern[match.end() :].partition("/")[0]
         if not any(_on_disk(begin + part)):
@@ -280,7 +280,7 @@ def refuse_file(path: Location, kind: str, *problems: tuple[object, str]) -> Non
 def read_small(path: Path, max_bytes: int) -> bytes:
     """Return the content of a file of limited size.
 
-    System and network errors, except a missing permission, stay OSErrors, so that the unit is retried.
+    System and network errors other than a missing permission remain OSErrors, so that the unit is retried.
 
     Raises:
         RejectRecord: ``malformed`` if the user may not read the file, or if it is too large or not a regular file.
@@ -299,7 +299,7 @@ def read_small(path: Path, max_bytes: int) -> bytes:
 
 
 def decode_text(data: bytes, encoding: str, name: str) -> str:
-    """Decode bytes; raise RejectRecord ``malformed`` with a message about ``name`` if ``encoding`` does not fit."""
+    """Decode bytes; raise RejectRecord ``malformed`` with a message about ``name`` if they do not have this encoding."""
     try:
         return data.decode(encoding).removeprefix("\ufeff")
     except UnicodeDecodeError as error:
@@ -345,7 +345,7 @@ def decode_object(data: bytes, problem: str) -> dict[str, Any]:
 
 
 def encode_record(record: dict[str, Any], source: bytes) -> bytes:
-    """Encode a record; keep NaN and Infinity if the original JSON ``source`` has them, as ``prepare`` counts them."""
+    """Encode a record; keep NaN and Infinity if the original JSON ``source`` has them, since ``prepare`` counts them."""
     is_strict = b"NaN" not in source and b"Infinity" not in source
     return msgspec.json.encode(record) if is_strict else json.dumps(record).encode()
 
@@ -384,7 +384,7 @@ class _CompressedFile(io.BufferedReader):
 
 
 class _CheckedEnd(io.BufferedIOBase):
-    """Mixin that raises an error for other bytes after the compressed data, which BZ2File and LZMAFile ignore."""
+    """Mixin that raises an error if other bytes follow the compressed data; BZ2File and LZMAFile ignore such bytes."""
 
     def __init__(self, stream: Any) -> None:
         self._compressed = _CompressedFile(stream)
@@ -406,7 +406,7 @@ class _Xz(_CheckedEnd, lzma.LZMAFile):
 
 
 class _Unpacked(io.BufferedReader):
-    """An unpacked view of a compressed file; its buffer is needed because reading lines of a GzipFile is slow."""
+    """An unpacked view of a compressed file; its buffer is needed because a GzipFile reads single lines slowly."""
 
     def __init__(self, packed: Any, stream: BinaryIO) -> None:
         super().__init__(packed, 1 << 20)
@@ -418,7 +418,7 @@ class _Unpacked(io.BufferedReader):
 
 
 def _open_unpacked(path: Location, kind: str) -> BinaryIO:
-    """Open a text file, plain or compressed, to be read once in order, since pyarrow's zstd stream cannot seek."""
+    """Open a plain or compressed text file to be read once from start to end, since pyarrow's zstd stream cannot seek."""
     stream = open_input(path, kind)
     name = _compression(cast("io.BufferedReader", stream).peek(8))
     openers: dict[str | None, Callable[[Any], Any]] = {
@@ -478,7 +478,7 @@ def refusing_damage(path: Location, kind: str) -> Iterator[None]:
 
 
 def iterate_lines(path: Location, kind: str) -> Iterator[tuple[int, bytes]]:
-    """Yield (end position, line) for all nonblank lines; ``kind`` is the source's key that names the file.
+    """Yield (end position, line) for all nonblank lines of a file; ``kind`` is the source's key that names it.
 
     Raises:
         ConfigError: the file cannot be read; also as in ``iterate_stream``.
@@ -530,7 +530,7 @@ def check_json_lines(
 
 
 def _parse(line: bytes) -> Any:
-    """Return the JSON value of a line; an ellipsis if it is not JSON."""
+    """Return the JSON value of a line, or ``...`` if it is not JSON."""
     try:
         return msgspec.json.decode(line)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -558,7 +558,7 @@ def _check_head(path: Location, kind: str, head: bytes, remedy: str) -> None:
 
 
 class KeyedLines:
-    """An index of the lines of files by key, built at the first lookup.
+    """An index that finds lines of files by their keys; it is built at the first lookup.
 
     It needs 16 bytes of memory per line. Lines of plain files are read from the files themselves. Compressed files,
     which have no random access, are unpacked into an unnamed temporary file below TMPDIR.

@@ -1,4 +1,4 @@
-"""A folder of audio files with texts of the same names, and the folder walk that annotated sources also use."""
+"""A folder of audio files with text files of the same names, and the folder walk that annotated sources also use."""
 
 import os
 from abc import abstractmethod
@@ -86,7 +86,7 @@ class FolderSource(WalkedSource):
         )
 
     def file_identities(self) -> Iterator[list[Any]]:
-        """Yield path and size of each audio file, and suffix and size of its text."""
+        """Yield the path and size of each audio file, and the suffix and size of its text file."""
         for folder, names in self._walk():
             for name in names or ():
                 text = self._text_of(folder, name)
@@ -150,11 +150,11 @@ def path_from_text(text: str) -> str:
 
 
 def walk_files(root: Path, suffixes: Iterable[str]) -> Iterator[tuple[str, list[str] | None]]:
-    """Yield each folder below a root with the names of its files that have one of the suffixes, both sorted.
+    """Yield each folder below a root with the sorted names of its files that have one of the suffixes.
 
-    Folder paths are relative to the root, which is "" itself. Folders without such files are left out. For a folder
-    that this user may not list, None is yielded in place of the names. The names of only one folder at a time are in
-    memory.
+    Folder paths are relative to the root, whose own path is empty. Folders without such files are left out. For a
+    folder that this user may not list, None is yielded in place of the names. Only the names of one folder at a time
+    are in memory.
 
     Raises:
         ConfigError: this user may not list the root.
@@ -178,7 +178,7 @@ def walk_files(root: Path, suffixes: Iterable[str]) -> Iterator[tuple[str, list[
 
 
 def list_files(folder: Path, suffixes: Iterable[str]) -> tuple[list[str], list[str]]:
-    """Return the names of files with one of the suffixes (any case) and of folders in a folder, both sorted.
+    """Return the sorted names of a folder's files with one of the suffixes (in any case), and of its subfolders.
 
     Hidden files and folders are left out.
     """

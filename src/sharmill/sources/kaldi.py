@@ -19,12 +19,12 @@ from sharmill.sources.files import KeyedLines, check_text, decode_text, identify
 
 _AUDIO: Final = "wav.scp"
 _SEGMENTS: Final = "segments"
-# Files with one value per utterance, and the record key for the value.
+# Files with one value per utterance, and the record's key for this value.
 _VALUE_FILES: Final = {"text": "text", "utt2spk": "speaker", "utt2lang": "language"}
 _GENDERS: Final = "spk2gender"
 _FILE: Final = r" (?P<file>(?!-)\S+)"
 _FLAC_OPTIONS: Final = r"(?: -[cds]+| --decode| --stdout| --silent)*+"
-# Arguments of programs that only decode a file; their channels are counted from 1.
+# Patterns for the arguments of programs that only decode a file. These programs count channels from 1.
 _ARGUMENTS: Final = {
     "sph2pipe": rf"(?: -p| -f (?:wav|rif)| -c (?P<channel>[12]))*+{_FILE}",
     "flac": rf"(?=.* (?:-[cs]*d[cs]*|--decode)(?: |$)){_FLAC_OPTIONS}{_FILE}{_FLAC_OPTIONS}",

@@ -88,10 +88,10 @@ class LhotseSource(LineSource, ColumnSource):
                 )
 
     def identity(self) -> dict[str, Any]:
-        """Return size and checksum of each file by key, number and name. This also checks that files are readable."""
+        """Return the size and checksum of each file by key, number and name, and check that the files are readable."""
         found = super().identity()
         for file in self.find("recordings"):
-            # Reading the pieces later checks only the files whose lines become records.
+            # Check all lines here, because reading the pieces later checks only the files whose lines become records.
             for _ in iterate_lines(file, "recordings"):
                 pass
         return found

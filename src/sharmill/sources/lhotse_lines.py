@@ -27,14 +27,14 @@ T = TypeVar("T")
 _Seconds = Annotated[float, msgspec.Meta(ge=-1e9, le=1e9)]
 # Range of integers that a float represents exactly.
 _Number = Annotated[int, msgspec.Meta(ge=-1 << 53, le=1 << 53)]
-# Custom keys that are not copied to the record: they describe other audio, or are sharmill's own.
+# Custom keys that are not copied to the record, because they describe other audio or are sharmill's own.
 _AUDIO_KEYS: Final = frozenset({"audio_filepath", "offset", "duration", "channel", ALIGNMENT})
 _SEVERAL_VALUES: Final = "several values of {}"
 _decoder: Final[Callable[[Any], msgspec.json.Decoder[Any]]] = functools.cache(msgspec.json.Decoder)
 
 
 class AudioPart(msgspec.Struct):
-    """A file of a recording, or a substitute for a file; ``channels`` are the recording's channels in it."""
+    """A file of a recording, or another source of its audio; ``channels`` are the recording's channels in this source."""
 
     type: str
     source: Any
@@ -43,7 +43,7 @@ class AudioPart(msgspec.Struct):
 
 
 class RecordingLine(msgspec.Struct):
-    """A line of a RecordingSet, or the Recording that describes an audio file in a tar."""
+    """A line of a RecordingSet, or the Recording that describes an audio file in a tar archive."""
 
     id: str
     sources: list[AudioPart]
@@ -61,7 +61,7 @@ class RecordingLine(msgspec.Struct):
 class Supervision(msgspec.Struct):
     """A line of a SupervisionSet, or a supervision of a cut.
 
-    ``start`` is in seconds from the start of the recording in a SupervisionSet, and from the start of the cut in a cut.
+    In a SupervisionSet, ``start`` is in seconds from the start of the recording; in a cut, from the start of the cut.
     The times of ``alignment`` are always relative to the recording.
     """
 
@@ -166,8 +166,8 @@ def speech_record(
         cut: the cut of the record.
         supervisions: supervisions of the record.
         own: id of the record.
-        start: start of the record in seconds of the recording.
-        lost: names of things that the record does not carry; this function adds to it.
+        start: start of the record within the recording, in seconds.
+        lost: names of things that the record does not contain; this function adds names to it.
 
     Raises:
         RejectRecord: the supervisions cannot be combined into one record.
@@ -194,8 +194,8 @@ def speech_record(
         lost |= layer.keys() - kept.keys() - _AUDIO_KEYS
         lost |= {_SEVERAL_VALUES.format(key) for key in kept.keys() & record.keys() if kept[key] != record[key]}
         record |= kept
-    # Keep the origin of a segment that has since been stored in another file. If a Shar was built from a Shar, the
-    # first origin is kept.
+    # Keep the origin of a segment that has since been stored in another file. If a Shar was built from another Shar,
+    # the first origin is kept.
     custom = layers[1] | layers[0]
     taken_from = {f"source_{key}": custom[key] for key in ("audio_filepath", "offset", "channel") if key in custom}
     record |= {key: value for key, value in taken_from.items() if key not in record}
@@ -205,7 +205,7 @@ def speech_record(
 def _make_alignments(
     supervisions: Iterable[Supervision], cut_start: float, start: float, lost: set[str]
 ) -> dict[str, dict[str, list[Any]]]:
-    """Return ``{ALIGNMENT: alignments}`` of supervisions, in seconds from the record's start; empty if there are none.
+    """Return ``{ALIGNMENT: alignments}`` of supervisions, in seconds from the record's start; {} if there are none.
 
     lhotse counts alignment times from the start of the recording, even in cuts, and does not shift them when it stores
     cuts as new recordings. An alignment is therefore used only if all of it lies within its supervision.

@@ -1,4 +1,4 @@
-"""Shars, written by sharmill or any other tool. Each cut becomes a record whose audio stays in its tar."""
+"""Shars, written by sharmill or any other tool. Each cut becomes a record whose audio stays in its tar archive."""
 
 import math
 from collections.abc import Iterator
@@ -76,7 +76,7 @@ class LhotseSharSource(ContainerSource, RunSource, ColumnSource):
         return expand_home(self.shar)
 
     def check(self) -> None:
-        """Raise ConfigError if the folder is not a finished Shar, or lacks the field of the audio."""
+        """Raise ConfigError if the folder is not a finished Shar, or lacks the field with the audio."""
         field = self._field
         self.container(self.folder / DATASET_FILE)
         lacking = [

@@ -42,7 +42,8 @@ class ParquetSource(ContainerSource, RunSource, ColumnSource):
     """Records of parquet or Arrow files, such as Hugging Face audio datasets: one utterance per row."""
 
     file_keys: ClassVar[tuple[str, ...]] = ("parquet",)
-    # The ends are enough, since the end of a parquet file describes everything except the content of the rows.
+    # It is enough to read both ends, since the end of a parquet file describes everything except the content of the
+    # rows.
     digests: ClassVar[dict[str, Digest]] = {"parquet": "ends"}
     checks_columns: ClassVar[bool] = True
     type: str = "parquet"
@@ -114,7 +115,7 @@ class ParquetSource(ContainerSource, RunSource, ColumnSource):
         file = self.files[number]
         path, container = local(file), None
         rows = open_rows(path)
-        with suppress(ConfigError):  # files with paths instead of audio may be anywhere
+        with suppress(ConfigError):  # files that contain paths instead of audio may be anywhere
             container = self.container(file)
         texts = self._texts(file, rows, group, slice(begin, end))
         sizes, problem = self._sizes(path, rows, group, slice(begin, end), with_audio)
@@ -178,7 +179,7 @@ class ParquetSource(ContainerSource, RunSource, ColumnSource):
     def _sizes(
         self, path: Path, rows: RowFile, group: int, part: slice, with_audio: bool
     ) -> tuple[list[int | None], str | None]:
-        """Return the audio size of each row in bytes, and the reason why the audio cannot be read, or None.
+        """Return the audio size of each row in bytes, and the reason if the audio cannot be read, otherwise None.
 
         The size of a row without audio is None. If ``with_audio`` is not set, all other sizes may be wrong.
         """
@@ -228,7 +229,7 @@ def _label_names(schema: pa.Schema) -> dict[str, list[str]]:
     """Return the label names by column, from the metadata that Hugging Face's ``datasets`` stores in a file.
 
     Raises:
-        msgspec.MsgspecError: the metadata has another format.
+        msgspec.MsgspecError: the metadata has an unexpected format.
     """
     noted = msgspec.json.decode((schema.metadata or {}).get(b"huggingface", b"{}"), type=dict[str, Any])
     info = msgspec.convert(noted.get("info") or {}, dict[str, Any])
@@ -269,7 +270,7 @@ def _value(scalar: pa.Scalar) -> Any:
 
 
 def _problem(kind: pa.DataType) -> str | None:
-    """Return a message about a column type that cannot be audio, otherwise None."""
+    """Return a message if columns of this type cannot contain audio, otherwise None."""
     fields = _fields(kind)
     wanted = {"bytes": _BYTES, "path": _TEXTS}
     if "array" in fields or str(kind).startswith(("list<", "large_list<", "fixed_size_list<")):

@@ -30,7 +30,7 @@ _PLACEHOLDER: Final = re.compile(
     re.IGNORECASE,
 )
 _MARKS: Final = string.punctuation + string.whitespace + "\u2013\u2014\u2026"
-# Language codes look like the shortest placeholders: "na" is Nauruan, "nan" is Min Nan.
+# Some language codes look like the shortest placeholders: "na" is Nauruan, and "nan" is Min Nan.
 _LANGUAGE_CODE: Final = re.compile(r"\s*[a-z]{2,3}\s*")
 _TAG: Final = re.compile(r"\s*\|(.*)\|\s*", re.DOTALL)
 _FIELD: Final = re.compile(r"\{(?P<key>[^{}\[\]:]+)(?:\[(?P<index>-?\d+)\])?(?P<prefix>:prefix)?\}")
@@ -112,7 +112,7 @@ class Template:
 
 
 def _part_of(path: str, index: int) -> str | None:
-    """Return a part of a path, the last one without its suffix; None if the index is out of range."""
+    """Return a part of a path, without the suffix if it is the last part; None if the index is out of range."""
     parts = path.split("/")
     stem, dot, _ = parts[-1].rpartition(".")
     parts[-1] = stem if stem and dot else parts[-1]
@@ -178,10 +178,10 @@ class SpeakerRule:
         )
 
     def _find_language(self, record: Mapping[str, Any], tag: SpeakerTag | None) -> str:
-        """Return the language of the tag, the record or the source, in this order.
+        """Return the language from the tag, otherwise from the record, otherwise from the source.
 
         Raises:
-            RejectRecord: ``malformed`` if the language is not a text, such as the number of a label.
+            RejectRecord: ``malformed`` if the language is not a text but, for example, the number of a label.
         """
         for value in (tag and tag.language, record.get("language"), record.get("lang")):
             if names_no_language(value):

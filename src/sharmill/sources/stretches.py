@@ -78,7 +78,7 @@ def _merge_run(run: list[Stretch]) -> Stretch:
 
 
 def find_overlaps(stretches: Sequence[Stretch]) -> list[bool]:
-    """Return True for each stretch that overlaps with another speaker's stretch of the same recording and channel.
+    """Return, for each stretch, True if it overlaps with another speaker's stretch in the same recording and channel.
 
     Each stretch without a speaker counts as a speaker of its own.
     """
@@ -89,7 +89,7 @@ def find_overlaps(stretches: Sequence[Stretch]) -> list[bool]:
 
     lasting = (number for number, stretch in enumerate(stretches) if stretch.end > stretch.start)
     for _, numbers in itertools.groupby(sorted(lasting, key=lambda n: (track(n), stretches[n].start)), track):
-        ends: dict[str | int, float] = {}  # latest end of each of the two voices that end last
+        ends: dict[str | int, float] = {}  # the two voices that end last, each with its latest end
         before: list[int] = []  # stretches since the last change of voice
         for voice, run in itertools.groupby(numbers, lambda n: stretches[n].speaker or n):
             following = list(run)

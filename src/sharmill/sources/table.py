@@ -162,9 +162,9 @@ class TableSource(LineSource, EncodedSource, ColumnSource):
     ) -> Iterator[tuple[int, list[str] | UnreadableRecord]]:
         """Yield (end position, cells) for every nonblank row from ``begin`` on.
 
-        If a row is not valid CSV, or spans lines and does not have a cell for each of the columns ``names``, only its
-        first line is rejected and the next row starts on the next line. A stray quote therefore does not swallow
-        further rows.
+        If a row is not valid CSV, or spans several lines without having a cell for each of the columns ``names``, only
+        its first line is rejected, and the next row starts on the line after it. A stray quote therefore does not
+        swallow further rows.
         """
         has_quotes = self.delimiter not in _UNQUOTED if self.quotes is None else self.quotes
         quoting: Literal[0, 3] = csv.QUOTE_MINIMAL if has_quotes else csv.QUOTE_NONE
@@ -220,7 +220,7 @@ def _is_complete(row: list[str], names: list[str]) -> bool:
 
 
 def _name_problem(names: list[str]) -> str | None:
-    """Return a message about invalid column names, otherwise None."""
+    """Return a message if the column names are invalid, otherwise None."""
     if names and len(set(names)) == len(names) and all(names):
         return None
     return f"must give every column a different, nonempty name: {', '.join(names)}"

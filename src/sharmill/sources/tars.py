@@ -51,8 +51,8 @@ from sharmill.sources.files import (
 )
 from sharmill.sources.nemo import NemoSource, skip_mark
 
-# Number of archives that are scanned in parallel, as remote storage allows. The result of a scan takes 8 bytes per
-# sample until it is used.
+# Number of archives that are scanned in parallel; remote storage can serve this many requests at once. The result of a
+# scan takes 8 bytes per sample until it is used.
 _ARCHIVES_AT_ONCE: Final = 16
 # Number of samples in a run; reading a part of a run starts at the beginning of the run.
 _SAMPLES_PER_RUN: Final = 1000
@@ -80,7 +80,7 @@ def _describe(path: Location, damage: TarDamage) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class TarSource(ContainerSource):
-    """A source of tar archives under its key ``tars``; they are identified by size, which needs no reading."""
+    """A source of tar archives under its key ``tars``; they are identified by their sizes, without being read."""
 
     digests: ClassVar[dict[str, Digest]] = {"tars": "size"}
 
@@ -146,13 +146,13 @@ class NemoTarredSource(TarSource, NemoSource):
     Archives and manifests are paired by the last number in their names."""
 
     def check(self) -> None:
-        """Raise ConfigError if a file is no manifest or archive, or if manifests and archives cannot be paired."""
+        """Raise ConfigError if a file is not a manifest or an archive, or if manifests and archives cannot be paired."""
         NemoSource.check(self)
         TarSource.check(self)
         self._pairs  # noqa: B018 (raises if they do not pair)
 
     def check_keys(self) -> None:
-        """Raise ConfigError if none of the manifests' first records has a key that the configuration names."""
+        """Raise ConfigError if a key that the configuration names is missing from all of the manifests' first records."""
         keys = {key: getattr(self, key) for key in ("manifest", "audio_root", "speaker", "columns")}
         NemoSource(**keys).with_cache(self.cache).check_keys()
 
@@ -181,7 +181,7 @@ class NemoTarredSource(TarSource, NemoSource):
 
     @cached_property
     def _table(self) -> Callable[[Location], MemberTable]:
-        """The function that returns the members of an archive; the results for the last archives are cached."""
+        """The function that returns the members of an archive; the results for the most recent archives are cached."""
         return lru_cache(maxsize=4)(read_table)
 
     def _parse(self, line: bytes, manifest: int) -> tuple[int, str, dict[str, Any]] | None:
@@ -214,7 +214,7 @@ class NemoTarredSource(TarSource, NemoSource):
         try:
             return _pair(self.files, self.tar_files, 0)
         except ConfigError:
-            # Buckets use the same numbers again, so pair the entries of both lists one by one.
+            # Each bucket may use the same numbers, so pair the entries of both lists one by one.
             if not (isinstance(manifests, list) and isinstance(tars, list) and len(manifests) == len(tars) > 1):
                 raise
         pairs, first = [], 0
@@ -293,7 +293,7 @@ def _number_all(files: Sequence[Location], key: str) -> dict[int, int]:
 
 @dataclass(frozen=True)
 class _TarSample:
-    """A sample, consisting of the members with one key; or the place from which on an archive cannot be read.
+    """A sample, which consists of the members with one key; or the position from which an archive cannot be read.
 
     Attributes:
         key: common part of the members' names.
@@ -315,7 +315,8 @@ class Archive:
     Attributes:
         path: location of the archive.
         container: path relative to the audio root.
-        named: path of the archive as written in a WeNet list, otherwise ``container``; resolved below the audio root.
+        named: path of the archive as written in a WeNet list, otherwise the same as ``container``. It is resolved below
+            the audio root.
         reject: reject if the archive cannot be used, otherwise None.
     """
 
@@ -394,7 +395,7 @@ class _SampleSource(RunSource, EncodedSource):
                 yield UnreadableRecord(reject.reason, reject.detail, shown)
 
     def samples(self, number: int, begin: int = 0) -> Iterator[_TarSample]:
-        """Yield the samples of an archive from the header at ``begin`` on, and finally its damage, if any."""
+        """Yield the samples of an archive from the header at ``begin`` on, and finally any damage to the archive."""
         archive = self.archives[number]
         sample: _TarSample | None = None
         damaged: _TarSample | None = None
@@ -541,7 +542,7 @@ class WenetSource(_SampleSource, LineSource):
             refuse_compressed(path, "archive", read_head(path, "data_list", 8))
 
     def identity(self) -> dict[str, Any]:
-        """Return sizes and checksums of the lists and, for ``shard``, sizes of archives by number and name."""
+        """Return the sizes and checksums of the lists and, for ``shard``, the sizes of archives by number and name."""
         lists = super().identity()
         if self.data_type == "raw":
             return lists
@@ -572,7 +573,7 @@ class WenetSource(_SampleSource, LineSource):
 
     @cached_property
     def archives(self) -> list[Archive]:
-        """The archives in the lists of ``shard``; an archive that cannot be used has a ``reject``."""
+        """The archives in the lists (only for ``shard``); an archive that cannot be used has a ``reject``."""
         if self.data_type == "raw":
             return []
         roots = AudioRoots.of([self.audio_root], self.cache)

@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from sharmill.sources.stretches import Stretch
 
-# Types of the values of an interval or point, by the type of its tier.
+# Types of the values of an interval or a point, for each type of tier.
 _TIERS: Final = {"IntervalTier": (float, float, str), "TextTier": (float, str)}
 # Like Praat, read only numbers, texts and flags that stand alone, and skip everything else, such as ``xmin =``.
 _TOKEN: Final = re.compile(r'"([^"]*(?:""[^"]*)*)"|([^\s"]+)')
@@ -44,7 +44,8 @@ def choose_tier(names: list[str]) -> str:
 
 
 def tier_pattern(tier: str | None) -> re.Pattern[str]:
-    """Return a pattern for names of tiers. Its group, for ``*``, matches the speaker's name. ``None`` matches any name.
+    """Return a pattern for names of tiers, in which ``*`` is a group that matches the speaker's name; None matches any
+    name.
 
     >>> tier_pattern("* - words").fullmatch("Anna - words")[1]
     'Anna'

@@ -150,7 +150,7 @@ def path_from_text(text: str) -> str:
 
 
 def walk_files(root: Path, suffixes: Iterable[str]) -> Iterator[tuple[str, list[str] | None]]:
-    """Yield each folder below a root with the sorted names of its files that have one of the suffixes.
+    """Yield each folder below a root, in order, with the sorted names of its files that have one of the suffixes.
 
     Folder paths are relative to the root, whose own path is empty. Folders without such files are left out. For a
     folder that this user may not list, None is yielded in place of the names. Only the names of one folder at a time
@@ -178,7 +178,7 @@ def walk_files(root: Path, suffixes: Iterable[str]) -> Iterator[tuple[str, list[
 
 
 def list_files(folder: Path, suffixes: Iterable[str]) -> tuple[list[str], list[str]]:
-    """Return the sorted names of a folder's files with one of the suffixes (in any case), and of its subfolders.
+    """Return the sorted names of a folder's files with one of the suffixes (ignoring case), and of its subfolders.
 
     Hidden files and folders are left out.
     """

@@ -146,13 +146,13 @@ class NemoTarredSource(TarSource, NemoSource):
     Archives and manifests are paired by the last number in their names."""
 
     def check(self) -> None:
-        """Raise ConfigError if a file is not a manifest or an archive, or if manifests and archives cannot be paired."""
+        """Raise ConfigError if a file is not a manifest or archive, or if manifests and archives cannot be paired."""
         NemoSource.check(self)
         TarSource.check(self)
         self._pairs  # noqa: B018 (raises if they do not pair)
 
     def check_keys(self) -> None:
-        """Raise ConfigError if a key that the configuration names is missing from all of the manifests' first records."""
+        """Raise ConfigError if a key that the configuration names is missing from all first records of the manifests."""
         keys = {key: getattr(self, key) for key in ("manifest", "audio_root", "speaker", "columns")}
         NemoSource(**keys).with_cache(self.cache).check_keys()
 

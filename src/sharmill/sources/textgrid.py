@@ -44,7 +44,7 @@ def choose_tier(names: list[str]) -> str:
 
 
 def tier_pattern(tier: str | None) -> re.Pattern[str]:
-    """Return a pattern for names of tiers, in which ``*`` is a group that matches the speaker's name; None matches any
+    """Return a pattern for names of tiers; its group, made from ``*``, matches the speaker's name. None matches any
     name.
 
     >>> tier_pattern("* - words").fullmatch("Anna - words")[1]

@@ -83,7 +83,7 @@ def read_hifitts(directory: Path) -> dict[str, Any]:
 def read_fisher(directory: Path, *, remove_noises: bool = False) -> dict[str, Any]:
     """Return recordings and supervisions of the existing parts of Fisher, by split.
 
-    Sorted by name, the first 80 % of the recordings are for training, the next 10 % for validation, and the rest for
+    The first 80 % of the recordings, sorted by name, are for training, the next 10 % for validation, and the rest for
     testing. With ``remove_noises``, texts are cleaned as in NeMo's script, and uncertain utterances are left out.
 
     The parts may have LDC's names (LDC2004S13 with LDC2004T19, LDC2005S13 with LDC2005T19), or the names in NeMo's

@@ -154,8 +154,8 @@ def remove_if_empty(*folders: Path) -> None:
 def remove_at_once(folder: Path) -> None:
     """Rename a folder out of the way, then delete it, so that concurrent users never see it half deleted.
 
-    After this returns, no process can rename a file out of the folder. What killed processes left behind while removing
-    the same folder is deleted too.
+    After this returns, no process can rename a file out of the folder. Anything that a killed process left behind while
+    removing the same folder is deleted too.
     """
     temp = temp_path(folder)
     with stopping_errors(folder):

@@ -68,7 +68,7 @@ _unswept: Final[dict[Path, float]] = {}
 
 @dataclass(frozen=True)
 class Cache:
-    """Copies of remote files in a folder of limited size. The least recently used copies are evicted, never one in use.
+    """Copies of remote files in a folder of limited size; the least recently used ones are evicted, but none in use.
 
     Args:
         folder: folder of the copies; created if it is missing.
@@ -95,7 +95,7 @@ class Cache:
 
     @classmethod
     def of_run(cls, run_dir: str, cache_dir: str | None, gib: float) -> Cache:
-        """Return the cache of a run: in ``cache_dir``, which runs may share, or in the run directory if this is None."""
+        """Return the cache of a run: in ``cache_dir``, which runs may share, or, without it, in the run directory."""
         if cache_dir is None:
             return replace(cls.at(Path(run_dir) / "copies", gib), is_of_run=True)
         return cls.at(cache_dir, gib, scope=os.path.realpath(run_dir))

@@ -158,7 +158,7 @@ class FolderLock:
         try:
             yield
         except BaseException:
-            # The error that ended the work is raised, not an error of the lock.
+            # The error that ended the work is raised, not an error from the lock.
             with suppress(ConfigError, FatalError, OSError):
                 self._take(_SECONDS_AFTER_ERROR, outwaits_silent=False)
             raise

@@ -25,8 +25,8 @@ import numpy as np
 # Messages up to this size in bytes are sent through the pipe itself.
 _MOST_IN_PIPE: Final = 4096
 _MOST_IN_MEMORY: Final = 64 << 20
-# Limits on the number of reused files and on the size of each; larger messages go to the disk. Sizes of reused files
-# are multiples of the step.
+# Limits on the number of reused files and on the size of each; larger messages are stored on the disk. Sizes of reused
+# files are multiples of the step.
 _MOST_FILES: Final = 32
 _MOST_KEPT: Final = 16 << 20
 _KEPT_STEP: Final = 1 << 20

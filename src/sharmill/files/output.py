@@ -30,7 +30,7 @@ def open_log(path: Path) -> BinaryIO:
     """Open a log for appending, creating its folder if needed.
 
     Raises:
-        FatalError: the disk or an obstacle at the path prevents it.
+        FatalError: the log cannot be opened, because of the disk or an obstacle at the path.
     """
     with stopping_errors(path):
         with suppress(FileNotFoundError):

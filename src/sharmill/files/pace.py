@@ -115,7 +115,7 @@ class _Response(HTTPResponse):
 
 
 def limit_response_times(session: requests.Session, connections: int) -> None:
-    """Limit the time of all responses to a session, also through proxies.
+    """Limit the time that each response to a session may take, also through proxies.
 
     Args:
         connections: number of connections that the session keeps open for reuse.

@@ -33,8 +33,8 @@ def open_regular(
         except BlockingIOError:
             if not stat.S_ISREG(Path(path).stat(follow_symlinks=follow_links).st_mode):
                 raise
-            # Another process holds a lease on the file, or an NFS client a delegation; a blocking open waits for its
-            # release.
+            # Another process holds a lease on the file, or an NFS client holds a delegation; a blocking open waits
+            # until it is released.
             descriptor = os.open(path, flags & ~os.O_NONBLOCK, 0o666)
     except OSError as error:
         if error.errno == errno.ELOOP:

@@ -3,8 +3,8 @@
 An NFS client caches names, listings and attributes for up to a minute (acregmin, acdirmin). During this time, new files
 seem to be missing. If another process is known to have created a file, a missing name therefore does not mean that the
 file is missing: ``VisibilityTimeout`` waits for it, for at most ``executor.seconds_until_seen``. Everything that a
-process has seen or created stays visible to it. The server decides immediately if a name can be created, regardless of
-what this node sees.
+process has seen or created stays visible to it. The server decides immediately whether a name can be created,
+regardless of what this node sees.
 """
 
 import errno
@@ -60,7 +60,7 @@ class VisibilityTimeout:
 
 
 def time_of_folder(folder: Path) -> float:
-    """Return the time of a folder's file system in Unix seconds, as it appears on files written now.
+    """Return the time of a folder's file system in Unix seconds, as recorded for files that are written now.
 
     The clocks of nodes may be minutes apart. If this user cannot write to the folder, this is the time of this machine.
     On NFS, creating a file also updates this node's view of the names in the folder.

@@ -56,7 +56,7 @@ class Staging:
         self.folder = token_staging(root, token) / name
         self.written_in = self.folder if scratch is None else scratch / f"{_SCRATCH_PREFIX}{name}"
         self._has_scratch = scratch is not None
-        # Paths of the current attempt; listing the folder would cost another request per unit.
+        # Paths of the current attempt, recorded because listing the folder would cost another request per unit.
         self._paths: set[Path] = set()
 
     def __enter__(self) -> "Staging":

@@ -21,8 +21,8 @@ class HoursTable(msgspec.Struct, forbid_unknown_fields=True):
     """Counts of records and seconds, and of the origins of speaker tags and durations, for one or several parts.
 
     Attributes:
-        sums: by dimension and value, a list of records in, records out, seconds in, and seconds out; for origins and
-            notes, a list of one count.
+        sums: for each dimension and value, a list of records in, records out, seconds in, and seconds out; for origins
+            and notes, a list with one count.
     """
 
     sums: dict[str, dict[str, list[float]]] = {}
@@ -36,7 +36,7 @@ class HoursTable(msgspec.Struct, forbid_unknown_fields=True):
         self._count(utterance.speaker, 1, 1, utterance.segment.duration, utterance.segment.duration)
 
     def count_rejected(self, record: Any) -> None:
-        """Count a rejected record, which is a mapping, or the text of a line that cannot be decoded."""
+        """Count a rejected record, given as a mapping, or as text if it cannot be decoded."""
         found = record if isinstance(record, dict) else {}
         duration, speaker = found.get("duration"), found.get("speaker")
         if isinstance(duration, bool) or not isinstance(duration, (int, float)) or not 0 < duration <= MAX_SECONDS:

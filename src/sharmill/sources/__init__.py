@@ -248,7 +248,7 @@ class Source(ABC):
         return found
 
     def settings(self) -> dict[str, Any]:
-        """Return the values of the keys for the plan's identity, without folders and with file names instead of paths."""
+        """Return the values of the keys for the plan's identity, without folders and with only the names of files."""
         found = dataclasses.asdict(self)
         for key in ("audio_root", *self.folder_keys):
             del found[key]
@@ -427,7 +427,7 @@ class RunSource(Source):
         return entry
 
     def shown(self, entry: Any) -> str:
-        """Return the text that represents an entry in its reject."""
+        """Return the text of an entry, as shown if the entry is rejected."""
         return entry.decode("utf-8", "replace")
 
     def pieces(self, records_per_piece: int) -> Iterator[Piece]:
@@ -498,7 +498,7 @@ class LineSource(RunSource, FileSource):
 
     @cached_property
     def _open(self) -> Callable[[Location], BinaryIO]:
-        """The function that opens a file. It keeps the last file open, so that the next piece need not unpack it again."""
+        """The function that opens a file. It keeps the last file open, so that the next piece can continue in it."""
         return lru_cache(maxsize=1)(open_lines)
 
 

@@ -196,7 +196,7 @@ class AnnotatedSource(WalkedSource):
         return items
 
     def _parse(self, text: str, name: str) -> Iterator[Stretch | UnreadableRecord | str]:
-        """Yield the segments of a file, unreadable entries, and notes (as str) about entries that are left out.
+        """Yield the segments of a file, its unreadable entries, and notes (as str) about entries that are left out.
 
         Args:
             text: content of the file.

@@ -26,7 +26,7 @@ _SHORT_CAPTION: Final = 0.1
 
 
 def parse_captions(text: str) -> Iterator[Stretch | UnreadableRecord | str]:
-    """Yield the segments of SRT or WebVTT, unreadable blocks, and notes about lines that are left out."""
+    """Yield segments, unreadable blocks, and notes about lines that are left out, from a text in SRT or WebVTT."""
     is_vtt = text.startswith("WEBVTT")
     blocks = _split_captions(text, is_vtt=is_vtt)
     captions: list[tuple[float, float, list[str]]] = []

@@ -299,7 +299,7 @@ def read_small(path: Path, max_bytes: int) -> bytes:
 
 
 def decode_text(data: bytes, encoding: str, name: str) -> str:
-    """Decode bytes; raise RejectRecord ``malformed`` with a message about ``name`` if they do not have this encoding."""
+    """Decode bytes; raise RejectRecord ``malformed`` with a message about ``name`` if ``encoding`` is wrong."""
     try:
         return data.decode(encoding).removeprefix("\ufeff")
     except UnicodeDecodeError as error:
@@ -345,9 +345,7 @@ def decode_object(data: bytes, problem: str) -> dict[str, Any]:
 
 
 def encode_record(record: dict[str, Any], source: bytes) -> bytes:
-    """Encode a record; NaN and Infinity are kept if the original JSON ``source`` has them, so that ``prepare`` counts
-    them.
-    """
+    """Encode a record; keep NaN and Infinity if the original JSON ``source`` has them, so that they are counted."""
     is_strict = b"NaN" not in source and b"Infinity" not in source
     return msgspec.json.encode(record) if is_strict else json.dumps(record).encode()
 
@@ -420,9 +418,7 @@ class _Unpacked(io.BufferedReader):
 
 
 def _open_unpacked(path: Location, kind: str) -> BinaryIO:
-    """Open a plain or compressed text file, which can only be read once in order, since pyarrow's zstd stream cannot
-    seek.
-    """
+    """Open a plain or compressed text file to be read once in order, since pyarrow's zstd stream cannot seek."""
     stream = open_input(path, kind)
     name = _compression(cast("io.BufferedReader", stream).peek(8))
     openers: dict[str | None, Callable[[Any], Any]] = {

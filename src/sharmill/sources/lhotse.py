@@ -182,7 +182,7 @@ def _cut_record(
         raise RejectRecord("missing_field", "the cut has no recording")
     for supervision in supervisions:
         beyond = max(-supervision.start, supervision.start + supervision.duration - cut.duration)
-        # If a cut is a window of a recording, its supervision may extend far beyond the window.
+        # A supervision may extend far beyond its cut if the cut is a window of a recording.
         refuse_record(
             (
                 beyond > MAX_BEYOND,

@@ -34,7 +34,7 @@ _decoder: Final[Callable[[Any], msgspec.json.Decoder[Any]]] = functools.cache(ms
 
 
 class AudioPart(msgspec.Struct):
-    """A file of a recording, or another source of its audio; ``channels`` are the recording's channels in this source."""
+    """A file of a recording, or another source of its audio; ``channels`` are the channels that it contains."""
 
     type: str
     source: Any

@@ -246,7 +246,7 @@ class _ShardAudio:
 
 
 def _describe_cut(cut: Cut, chosen: Channel, lost: set[str]) -> dict[str, Any]:
-    """Return the keys of a cut's record, except keys of the stored audio.
+    """Return the keys of a cut's record, except those about the stored audio.
 
     The origin of the audio is in ``source_audio_filepath``, ``source_offset`` and ``source_channel``.
 

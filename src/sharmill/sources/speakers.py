@@ -21,8 +21,8 @@ from sharmill.manifest import SpeakerTag, parse_speaker_tag
 # ISO 639 code for an undetermined language, and the speaker name of a record without a speaker.
 UNDETERMINED: Final = "und"
 NO_SPEAKER: Final = "unknown"
-# Placeholders for an unknown value, as written by pandas, R, SQL, Python and corpora, in any case and with any
-# punctuation around them. Placeholders of several words are also recognized in the form that ``canonical_name``
+# Placeholders for an unknown value, as written by pandas, R, SQL, Python and corpora, in upper or lower case and with
+# any punctuation around them. Placeholders of several words are also recognized in the form that ``canonical_name``
 # returns.
 _PLACEHOLDER: Final = re.compile(
     r"n[/.]?a|nan|nil|null|(?:(?:speaker|spkr?)[\W_]*)?"
@@ -63,7 +63,7 @@ def names_no_language(value: Any) -> bool:
 class Template:
     """A text with fields, which are replaced by values of a record, parts of values, or parts of the audio's path.
 
-    Parts of a value are separated by - or _. ``:prefix`` takes the first part, also from a part of the path.
+    Parts of a value are separated by - or _. ``:prefix`` takes the first part of a value or of a part of the path.
 
     >>> Template("{path[0]}_{session}").fill({"session": 3}, "anna/one.wav")
     'anna_3'
@@ -147,7 +147,8 @@ class SpeakerRule:
     def make_tag(self, record: Mapping[str, Any], path: str, nameless: str | None = None) -> SpeakerTag | None:
         """Return the tag of a record whose audio is at ``path`` below its root.
 
-        A record without a speaker gets the name ``nameless``, or no tag (None) if that is None.
+        A record without a speaker gets the name ``nameless``. If ``nameless`` is None, it gets no tag: None is
+        returned.
 
         Raises:
             RejectRecord: ``bad_speaker`` if the record's speaker is not a name, or a field of the template has no

@@ -152,7 +152,7 @@ class NemoTarredSource(TarSource, NemoSource):
         self._pairs  # noqa: B018 (raises if they do not pair)
 
     def check_keys(self) -> None:
-        """Raise ConfigError if a key that the configuration names is missing from all first records of the manifests."""
+        """Raise ConfigError if a key that the configuration names is missing from all first records of manifests."""
         keys = {key: getattr(self, key) for key in ("manifest", "audio_root", "speaker", "columns")}
         NemoSource(**keys).with_cache(self.cache).check_keys()
 

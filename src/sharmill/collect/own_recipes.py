@@ -28,8 +28,8 @@ _FISHER_SPLITS: Final = (*["train"] * 8, "validation", "test")
 # punctuation.
 _FISHER_TAG: Final = re.compile(r"\[+[^\]]*\]+|<[^>]*>")
 _FISHER_SIGNS: Final = str.maketrans(dict.fromkeys('()*;:"!&{},.-?'))
-# HUB5's file with the texts for scoring. A line has recording, channel, speaker, start, end, labels, and a text with
-# markup for asides and hesitations.
+# HUB5's file with the texts for scoring. Each line consists of recording, channel, speaker, start, end, labels, and a
+# text with markup for asides and hesitations.
 _HUB5_TEXTS: Final = "hub5e00.english.000405.stm"
 _STM_LINE: Final = re.compile(r"(\S+)\s+([AB])\s+(\S+)\s+([\d.]+)\s+([\d.]+)\s+(?:<[^>]*>)?(.*)")
 _STM_HESITATION: Final = re.compile(r"\(%(?:hesitation|uh|ah)\)")

@@ -150,7 +150,7 @@ class Cache:
         with disk_errors(path.parent, PUT_BACK):
             self._require_trusted_owner(path)
             if _read_version(path).tag not in ("", _tag(found)):
-                # Only the version is removed, since the copy itself may be in use.
+                # Only the file with the version is removed, since the copy itself may be in use.
                 _version_path(path).unlink(missing_ok=True)
         return found
 

@@ -141,7 +141,7 @@ def _copy(answer: BaseHTTPResponse, stream: BinaryIO, pace: AnswerPace) -> None:
 
 
 def _read_part(answer: BaseHTTPResponse, url: str, start: int, stop: int) -> bytes:
-    """Return bytes ``start`` (inclusive) to ``stop`` (exclusive) of a response that has this range or the whole file."""
+    """Return bytes ``start`` to ``stop`` (exclusive) from a response that contains this range or the whole file."""
     part = [int(number) for number in re.findall(r"\d{1,18}", answer.headers.get("Content-Range", ""))]
     end = min([stop, *part[2:]]) - 1
     # If the total length is unknown, the range may be shorter, because the file may end there.

@@ -238,7 +238,7 @@ def deferred_interrupts() -> Iterator[None]:
     The mask is set because started processes inherit it.
     """
     if threading.current_thread() is not threading.main_thread():
-        # Signals interrupt only the main thread.
+        # Signals interrupt only the main thread, so there is nothing to defer here.
         yield
         return
     arrived: list[int] = []

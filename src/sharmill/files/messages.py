@@ -175,7 +175,7 @@ class PipeEnd:
                 reduction.sendfds(self._socket, [file])
                 return
             except OSError as error:
-                # The limit on files in transit to processes of this user is reached; any other error is raised.
+                # Retry if the limit on files in transit to processes of this user is reached; raise any other error.
                 if error.errno != errno.ETOOMANYREFS:
                     raise
                 wait()

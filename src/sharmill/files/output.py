@@ -1,4 +1,4 @@
-"""The log of a process and redirection of its output."""
+"""The log of a process, and the redirection of its output to it."""
 
 import faulthandler
 import os

@@ -55,7 +55,7 @@ class RecordLog:
 
 
 class Tail(Generic[Decoded]):
-    """Reads the records that processes append to the ``.jsonl`` files of a folder, reading each byte once.
+    """Reads the records that processes append to the ``.jsonl`` files of a folder; each byte is read once.
 
     Args:
         kind: type of the records, or a union of types.

@@ -54,7 +54,7 @@ def open_stored(path: Path, *, append: bool = False, buffering: int = -1) -> Bin
 
 
 def damaged_file(path: Path, what: str) -> ConfigError:
-    """Return the error for a file of a run directory with content that sharmill has not written."""
+    """Return the error for a file of a run directory whose content sharmill has not written."""
     return ConfigError(
         f"{path} is damaged or was not written by sharmill: {what}; restart this stage with --restart, or restore the "
         "file; if the file is in a cache, remove it",

@@ -475,7 +475,7 @@ class WebDatasetSource(TarSource, _SampleSource, ColumnSource):
         return [suffix.lstrip(".").lower() for suffix in self.audio_suffixes]
 
     def record_of(self, sample: _TarSample, stream: BinaryIO, path: str) -> bytes:
-        """Return a record with the sample's key, the keys of its JSON file, and its text if that file has none."""
+        """Return a record with the sample's key and the keys of its JSON file; ``text`` may come from its text file."""
         parts = dict(sample.members)
         values: dict[str, Any] = {}
         written = b""

@@ -126,7 +126,7 @@ def require_own_output(stage: StageRun) -> None:
     if (own := stage.publication) is None:
         return
     refuse_reservations(own.root, stage.run_dir.read_id(), own.reserves())
-    # Without a plan, a reservation does not prove that the output is this run's own, since other runs may have written
+    # A reservation without a plan does not prove that the output is this run's own, since other runs may have written
     # files meanwhile.
     if not (_own_folders(own.root, stage.run_dir).issuperset(own.reserves()) and stage.dir.token_file.exists()):
         own.check_output()

@@ -14,7 +14,7 @@ from sharmill.pipeline import run_dataset
 
 
 def main(manifest: str, audio_root: str, output: Path) -> int:
-    # The keys are the same as in a YAML configuration; omitted keys have their defaults.
+    # The keys are the same as in a YAML configuration; omitted keys get their default values.
     config = to_config(
         {
             "name": "example",

@@ -1,4 +1,4 @@
-"""Write conversations with both sides recorded as a Shar for NeMo's speech-to-speech models.
+"""Write a Shar for NeMo's speech-to-speech models from conversations with a recording of each side.
 
 python examples/conversations.py MANIFEST OUTPUT
 
@@ -25,7 +25,7 @@ from sharmill.shar.index import read_dataset
 from sharmill.shar.rebuild import rebuild_index
 
 ROLES = ("user", "assistant")
-# Seconds by which lengths may differ, since files end at whole samples or blocks.
+# Tolerance in seconds for unequal lengths, since files end at whole samples or blocks.
 TOLERANCE = 0.01
 
 

@@ -26,7 +26,7 @@ from sharmill.sources import Piece, Source
 
 @dataclass(frozen=True, kw_only=True)
 class FolderSource(Source):
-    """Source of utterances in folders. Its fields are keys in ``sources``, in addition to the keys of all sources."""
+    """A source that reads utterances from folders. Its fields are keys in ``sources``, besides those of all sources."""
 
     type: str = "folders"
     audio_suffix: str = ".wav"
@@ -37,7 +37,7 @@ class FolderSource(Source):
         return {"files": checksum_bytes(listing.encode())}
 
     def pieces(self, records_per_piece: int) -> Iterator[Piece]:
-        """Yield consecutive ranges of records; any rank may read a piece, as one unit of ``prepare``."""
+        """Yield pieces: consecutive ranges of records. Any rank may read a piece as one unit of ``prepare``."""
         count = len(self._files())
         for begin in range(0, count, records_per_piece):
             end = min(begin + records_per_piece, count)

@@ -5,9 +5,9 @@ python examples/train_builtin_codec.py SPEECH OUT.nemo [--from WEIGHTS.nemo] [--
 SPEECH is a folder with ``manifest.json`` and ``audio/``; about 50 minutes of many voices suffice. The espeak-ng voices
 of ``sharmill demo`` are added. 30 held-out voices select the checkpoint.
 
-The weights are averaged over the last steps, and stored with 16 bits whenever they are the best so far. ``--from``
-starts another run, with its own warm-up, from such weights. The learning rate falls to zero at the last step or when
-``--minutes`` are over. Runs on one machine give equal weights only without ``--minutes``.
+The weights are averaged over the last steps, and stored in 16 bits whenever they are the best so far. ``--from`` starts
+another run, with its own warm-up, from such weights. The learning rate falls to zero at the last step or when
+``--minutes`` are over. Two runs on the same machine produce the same weights only without ``--minutes``.
 """
 
 import json
@@ -55,7 +55,7 @@ AVERAGING = 0.998
 
 
 def read_speech(folder: Path) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """Return utterances (samples,) float32 of the training voices and of the held-out voices."""
+    """Return the utterances of the training voices and of the held-out voices, each (samples,) float32."""
     records = [json.loads(line) for line in (folder / "manifest.json").read_text().splitlines()]
     voices = sorted({record["speaker"] for record in records})
     held_out = set(voices[:: max(1, len(voices) // NUM_HELD_OUT)][:NUM_HELD_OUT])
@@ -69,7 +69,7 @@ def read_speech(folder: Path) -> tuple[list[np.ndarray], list[np.ndarray]]:
 
 
 def speak_sentences(seed: int) -> list[np.ndarray]:
-    """Return utterances (samples,) float32 of the demo's synthetic voices, with sentences outside the demo."""
+    """Return utterances (samples,) float32 of the demo's synthetic voices, with sentences that are not in the demo."""
     espeak = Espeak()
     texts = sentences(seed=seed)
     spoken = []
@@ -81,7 +81,7 @@ def speak_sentences(seed: int) -> list[np.ndarray]:
 
 
 def batches(speech: list[np.ndarray], synthetic: list[np.ndarray], seed: int) -> Iterator[Tensor]:
-    """Yield endless batches (BATCH, samples) of random pieces at random levels."""
+    """Yield batches (BATCH, samples) of random pieces at random levels, without end."""
     rng = random.Random(seed)
     length = int(SECONDS * RATE)
     sources = [(items, [max(1, len(item) - length) for item in items]) for items in (speech, synthetic)]
@@ -97,7 +97,7 @@ def batches(speech: list[np.ndarray], synthetic: list[np.ndarray], seed: int) ->
 
 
 class SpectralLoss(nn.Module):
-    """Distance of two signals in logarithmic mel spectra, in square roots of spectra, and in plain spectra.
+    """Distance between two signals: of log mel spectra, of square roots of spectra, and of the spectra themselves.
 
     The last term is the spectral convergence of Yamamoto et al., "Parallel WaveGAN" (2020). It emphasizes loud parts,
     so that decoded speech keeps its loudness.
@@ -111,7 +111,7 @@ class SpectralLoss(nn.Module):
             self.register_buffer(f"mel_{window}", filters)
 
     def forward(self, audio: Tensor, target: Tensor) -> Tensor:
-        """Return the mean distance of signals (batch, samples)."""
+        """Return the mean distance between two batches of signals, each of shape (batch, samples)."""
         total = audio.new_zeros(())
         for window, hop, _ in RESOLUTIONS:
             with torch.no_grad():
@@ -132,7 +132,7 @@ class SpectralLoss(nn.Module):
 
 
 def reconstruct(model: AudioCodecModel, audio: Tensor) -> Tensor:
-    """Encode and decode audio (batch, samples) of whole frames, and return the decoded audio."""
+    """Encode and decode audio (batch, samples) that consists of whole frames, and return the decoded audio."""
     num_samples = torch.full((len(audio),), audio.shape[1], device=audio.device)
     encoded, num_frames = model.audio_encoder(audio=audio, audio_len=num_samples)
     quantized, _ = model.vector_quantizer(inputs=encoded.float(), input_len=num_frames)
@@ -142,7 +142,7 @@ def reconstruct(model: AudioCodecModel, audio: Tensor) -> Tensor:
 
 @torch.no_grad()
 def held_out_loss(model: AudioCodecModel, loss: SpectralLoss, held_out: Tensor) -> float:
-    """Return the mean loss of pieces (items, samples) of the held-out voices."""
+    """Return the mean loss over pieces (items, samples) of the held-out voices."""
     model.eval()
     values = [float(loss(reconstruct(model, piece), piece)) for piece in held_out.split(8)]
     model.train()
@@ -190,7 +190,7 @@ def train(
     """Train the codec builtin, which ships with sharmill, on one CPU core or a GPU."""
     torch.manual_seed(seed)
     torch.set_num_threads(threads)
-    # All items of a batch have one length, so masks and type checks only cost time.
+    # All items of a batch have the same length, so masks and type checks would only cost time.
     audio_codec_modules.mask_sequence_tensor = lambda tensor, lengths: tensor
     typecheck.set_typecheck_enabled(False)
     speech, held = read_speech(speech_folder)

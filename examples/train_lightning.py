@@ -23,7 +23,7 @@ STEPS_BETWEEN_VALIDATIONS = 10
 
 
 class Stream:
-    """Batches of an endless loader; each pseudo-epoch takes the next batches.
+    """The batches of an endless loader; each pseudo-epoch continues where the previous one ended.
 
     Without a length, Lightning would prefetch a batch, which a checkpoint would count as trained on. The stream has no
     state, because Lightning would save only the state of rank 0.
@@ -45,7 +45,7 @@ class Speech(L.LightningDataModule):
     def __init__(self, dataset: str) -> None:
         super().__init__()
         source = {"type": "sharmill", "dataset": dataset, "fields": ["target_codes", "context_codes"]}
-        # The whole order is shuffled already; a larger buffer would mix the epochs of a small dataset.
+        # All cuts have already been shuffled; a larger buffer would mix the epochs of a small dataset.
         self.settings = {
             "input_cfg": [source], "batch_size": 4, "shuffle": True, "shuffle_buffer_size": 1, "shard_seed": 0
         }  # fmt: skip
@@ -57,7 +57,8 @@ class Speech(L.LightningDataModule):
         return Stream(self.loader)
 
     def val_dataloader(self) -> Iterable[dict]:
-        # Each rank has its own part, so no cut is validated twice, but ranks may have unequal numbers of batches.
+        # Each rank reads its own part of the data, so no cut is validated twice, but the ranks may have unequal numbers
+        # of batches.
         once = {"force_finite": True, "shuffle": False}
         return get_dataloader(self.settings | once, self.trainer.global_rank, self.trainer.world_size)
 

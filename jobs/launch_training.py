@@ -4,8 +4,9 @@ python jobs/launch_training.py -n 8 [--profile PROFILE] [--nodes 2] [--ranks-per
     [--sbatch=--exclusive] [--script NeMo/examples/speechlm2/salm_train.py] CONFIG [key=value ...]
 
 Every job resumes from the newest checkpoint, with the training's seed. Jobs read the data with `shard_seed=randomized`,
-so that data-parallel ranks read different data, and tensor-parallel ranks the same. The job numbers are printed, and
-stored in `jobs.jsonl` in the training's `out_dir`. Once `max_steps` are done, the remaining jobs end immediately.
+so that data-parallel ranks read different data, and tensor-parallel ranks read the same data. The job numbers are
+printed, and stored in `jobs.jsonl` in the training's `out_dir`. Once `max_steps` are done, the remaining jobs end
+immediately.
 
 With `--script`, the jobs run this NeMo script with the configuration CONFIG (`jobs/sbatch/nemo.sbatch`), each with its
 own random seed. With `resumable: true` in `data.train_ds`, each job also continues in the data where the previous one

@@ -23,7 +23,7 @@ def run(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--root", type=Path, help="base folder of relative paths in configurations")
     options, others = parser.parse_known_args(arguments)
-    # `sharmill run` needs no "all". Paths of files become absolute before the folder changes.
+    # Drop "all", which `sharmill run` does not need, and make file paths absolute before the folder changes.
     passed = [str(Path(one).absolute()) if Path(one).is_file() else one for one in others if one != "all"]
     try:
         if options.root is not None:

@@ -57,7 +57,7 @@ class Attention(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """Two linear layers with four times the width between them."""
+    """Two linear layers; the values between them have four times the width."""
 
     def __init__(self, dim: int) -> None:
         super().__init__()
@@ -91,7 +91,7 @@ class Transformer(nn.Module):
         self.blocks = nn.ModuleList(Block(config.dim, config.num_heads) for _ in range(config.num_layers))
         self.norm = nn.LayerNorm(config.dim)
         self.position_multiple = 1
-        """Positions are padded to a multiple of this number, so that sequence parallelism can divide them evenly."""
+        """The length is padded to a multiple of this number, so that sequence parallelism can divide it evenly."""
 
     def forward(self, hidden: Tensor, present: Tensor) -> Tensor:
         """Transform ``hidden`` (batch, positions, dim); ``present`` (batch, positions) is false at padding."""
@@ -146,7 +146,7 @@ class SpeechLM(nn.Module):
         self.text_embedding = nn.Embedding(text_size, config.dim)
         self.codes_embedding = nn.Embedding(num_codebooks * codes_size, config.dim)
         self.audio_projection = nn.Linear(samples_per_frame // 2 + 1, config.dim)
-        # Two embeddings for each kind of position: one for given and one for predicted positions.
+        # Two embeddings for each kind of position: one if the position is given, and one if it is to be predicted.
         self.part_embedding = nn.Embedding(2 * len(Kind), config.dim)
         self.transformer = Transformer(config)
         self.text_head = nn.Linear(config.dim, text_size)
@@ -157,7 +157,7 @@ class SpeechLM(nn.Module):
     def forward(self, batch: Mapping[str, Tensor]) -> Losses:
         """Return the losses of a batch of a ``SpeechTextDataset``, whose docstring lists the tensors.
 
-        Every weight gets a gradient, which may be zero, for any batch, because ranks exchange the gradients of all
+        For any batch, every weight gets a gradient (which may be zero), because ranks exchange the gradients of all
         weights.
         """
         kinds, predicted = batch["kinds"], batch["predicted"]
@@ -174,7 +174,10 @@ class SpeechLM(nn.Module):
         )
 
     def _embed(self, batch: Mapping[str, Tensor]) -> Tensor:
-        """Return the embeddings (batch, positions, dim): sums for content, kind (given or predicted) and place."""
+        """Return the embeddings (batch, positions, dim).
+
+        Each is the sum of embeddings for content, kind (given or predicted) and place.
+        """
         kinds = batch["kinds"]
         shift = torch.arange(self.num_codebooks, device=kinds.device) * self.codes_size
         codes = self.codes_embedding(batch["codes"] + shift[:, None]).sum(dim=1)
@@ -214,7 +217,7 @@ def _sinusoids(places: Tensor, dim: int) -> Tensor:
 
 
 def _mean_loss(logits: Tensor, ids: Tensor) -> Tensor:
-    """Return the mean cross-entropy of ids (...,) under logits (..., size), or 0 without ids."""
+    """Return the mean cross-entropy of ids (...,) under logits (..., size), or 0 if there are no ids."""
     # Logits in bfloat16 are too coarse for a loss.
     precise = logits.to(torch.promote_types(logits.dtype, torch.float32))
     total = functional.cross_entropy(precise.flatten(0, -2), ids.flatten(), reduction="sum")
@@ -222,9 +225,9 @@ def _mean_loss(logits: Tensor, ids: Tensor) -> Tensor:
 
 
 def parallelize(model: SpeechLM, mesh: DeviceMesh, config: TrainConfig) -> None:
-    """Divide a model with equal weights on all ranks: layers along ``tp``, then all parameters along ``dp``.
+    """Divide a model: its layers along ``tp``, then all parameters along ``dp``.
 
-    Gradients are summed along ``dp``, not averaged.
+    The weights must be equal on all ranks. Gradients are summed along ``dp``, not averaged.
     """
     if config.tensor_parallel > 1:
         _divide_layers(model.transformer, mesh["tp"], config.sequence_parallel)

@@ -98,5 +98,5 @@ def forward_signal(number: int, frame: object) -> None:
 if __name__ == "__main__":
     signal.signal(signal.SIGTERM, forward_signal)
     rendezvous_handler_registry.register("bound", make_handler)
-    # torch keeps handling the other signals.
+    # torch still handles the other signals.
     main(["--signals-to-handle=SIGINT,SIGHUP,SIGQUIT", *sys.argv[1:]])

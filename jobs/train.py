@@ -11,8 +11,8 @@ checkpoint contains model, optimizer, seed and the position in the data, so that
 despite interruptions. On SIGTERM the training saves a checkpoint and exits with status 0, finished or not. If no batch
 arrives soon after SIGTERM, it exits with an error, and the previous checkpoint remains the newest.
 
-In each step, all ranks together process ``batches_per_step`` batches, in which all tokens have the same weight. With
-``canonical`` in the settings of the loader, training on four ranks therefore equals training on one rank.
+In each step, all ranks together process ``batches_per_step`` batches, and all tokens of these batches have the same
+weight. With ``canonical`` in the settings of the loader, training on four ranks therefore equals training on one rank.
 
 Step, loss, speed and remaining time are printed every ``progress_seconds``. ``out_dir`` contains ``checkpoints/`` and,
 for each rank, ``steps.rank<n>.jsonl`` with loss, samples, tokens per second, the share of time spent waiting for data,
@@ -48,7 +48,7 @@ _SECONDS_BETWEEN_ALARMS = 1.0
 
 
 class ProgressLines:
-    """Progress lines of a training: after the first step, then at most every ``seconds``, and after the last step.
+    """Progress lines of a training: one after the first and the last step, and otherwise at most one every ``seconds``.
 
     Loss and speed are means over the steps since the previous line. The remaining time is estimated from these steps.
     """
@@ -80,8 +80,8 @@ class TrainingCurves(Curves):
     """Curves for TensorBoard and Weights & Biases, if the configuration requests them.
 
     TensorBoard replaces the values of repeated steps. In Weights & Biases, all jobs of a training are one run, whose id
-    is in ``out_dir``; the run keeps the first values of a repeated step. If a package is missing, a quota is full or
-    the network fails, only the curves are lost, and the training continues.
+    is in ``out_dir``; the run keeps the first values of a repeated step. If a package is missing, a quota is exceeded
+    or the network fails, the curves are lost but the training continues.
     """
 
     def __init__(self, config: TrainConfig, step: int) -> None:
@@ -233,7 +233,7 @@ class Training:
     def _train(self, batches: list[dict[str, Any]]) -> Losses:
         """Run a step, and return the losses over all ranks.
 
-        All text tokens of the step have equal weights, and so have all codes.
+        All text tokens of the step have equal weights, and so do all codes.
         """
         counts = torch.tensor([count_targets(batch) for batch in batches], dtype=torch.float64)
         # The clamp is needed if a step has no text or no codes.
@@ -247,7 +247,7 @@ class Training:
             # Ranks exchange gradients only once per step.
             self.model.set_requires_gradient_sync(number == len(batches))
             losses = self._losses(batch)
-            # Gradients are summed over ranks as they are over batches.
+            # Gradients are summed over ranks, just as they are summed over batches.
             (text * losses.text + codes * losses.codes).backward()
             means += torch.stack([text * losses.text.detach(), codes * losses.codes.detach()])
             num_positions += losses.num_positions

@@ -56,11 +56,11 @@ def validation_batches(config: TrainConfig, mesh: DeviceMesh) -> Iterator[dict[s
     from sharmill.training.nemo.settings import entries_of, read_train_settings, sections_of, tag_names
 
     settings = read_train_settings(config.validation, "validation_ds")
-    # From any other kind of seed, NeMo would draw a different number in each process, even if processes need the same
-    # batches.
+    # If the seed is of any other kind, NeMo draws a different number in each process, even in processes that need the
+    # same batches.
     seed = found if isinstance(found := settings.get("seed"), int) else 0
-    # This process reads the data as a stream, because a map dataset would repeat examples to give all ranks equal
-    # numbers of them.
+    # Read the data as a stream, because a map dataset would repeat examples so that all ranks have equal numbers of
+    # them.
     settings |= {"force_finite": True, "shuffle": False, "num_workers": 0, "seed": seed, "shard_seed": seed}
     settings.pop("canonical", None)
     for section in sections_of(settings):
@@ -104,7 +104,7 @@ def model_sizes(config: TrainConfig) -> dict[str, int]:
 
 
 class ExactData:
-    """Batches by duration from sharmill's reader; every cut is read once per epoch despite interruptions."""
+    """Batches of limited duration from sharmill's reader; every cut is read once per epoch despite interruptions."""
 
     merge = staticmethod(merge_loader_states)
 
@@ -190,7 +190,7 @@ class MixedData:
             resumable=self._config.resumable,
             state=self._state,
         )
-        # NeMo's wrapper has no public name for its source. The source is None if another rank reads the batches.
+        # NeMo's wrapper has no public attribute for its source. The source is None if another rank reads the batches.
         if (source := loader._source) is not None:
             source.worker_init_fn = partial(_ignore_sigterm, then=source.worker_init_fn)
         return loader

@@ -60,7 +60,7 @@ class World:
         return values
 
     def any(self, *values: bool) -> list[bool]:
-        """Return for each value whether it is true on any rank, so that all ranks decide alike."""
+        """Return for each value whether it is true on any rank, so that all ranks make the same decision."""
         flags = torch.tensor([int(value) for value in values], device=self.device)
         dist.all_reduce(flags, dist.ReduceOp.MAX)
         return [bool(flag) for flag in flags.tolist()]
@@ -222,7 +222,7 @@ class Checkpoints:
                 remove_at_once(path)
 
     def _check(self, files: dict[str, Any]) -> None:
-        """Raise ConfigError on every rank if a file has changed; each rank reads a part of the files."""
+        """Raise ConfigError on every rank if a file has changed; each rank checks a part of the files."""
         assert self._newest is not None
         damaged = ""
         for name, facts in sorted(files.items())[self._world.rank :: self._world.size]:

@@ -45,7 +45,7 @@ class S3Codec(ModelFamily):
 
 
 class _S3(CodecBackend):
-    """S3 tokenizer with one codebook for the spoken content; it has no decoder, and takes at most 30 s."""
+    """S3 tokenizer with one codebook for the spoken content. It has no decoder, and accepts at most 30 s of audio."""
 
     def __init__(self, target: str, device: str) -> None:
         try:

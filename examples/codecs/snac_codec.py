@@ -44,13 +44,13 @@ class _Snac(CodecBackend):
             num_codebooks=sum(strides[0] // stride for stride in strides),
             codebook_size=int(self._model.codebook_size),
             checksum=weights_checksum(self._model.state_dict()),
-            # Its convolutions are not causal.
+            # SNAC's convolutions are not causal.
             equal_lengths_only=True,
         )
         super().__init__(spec, device)
 
     def encode_frames(self, audio: torch.Tensor, num_frames: torch.Tensor) -> torch.Tensor:
-        """Return the codes (batch, rows, frames), without the frames from SNAC's own padding."""
+        """Return the codes (batch, rows, frames), without the frames that result from SNAC's own padding."""
         width = audio.shape[1] // self.samples_per_frame
         levels = self._model.encode(audio[:, None, :])
         per_frame = [self._model.vq_strides[0] // stride for stride in self._model.vq_strides]

@@ -40,11 +40,11 @@ class NeuCodec(XCodec2):
 
 
 class _XCodec2(CodecBackend):
-    """X-Codec-2 with one codebook for acoustic and semantic features; it decodes to the sampling rate of its input."""
+    """X-Codec-2 with one codebook for acoustic and semantic features. It decodes to the sampling rate of its input."""
 
     _model_class: ClassVar = Xcodec2Model
-    # The feature extractor adds a sample of silence and then pads to whole frames. Audio of whole frames would get an
-    # extra frame, so its last sample is dropped first.
+    # The feature extractor adds a sample of silence and then pads the audio to whole frames. Audio that already
+    # consists of whole frames would get an extra frame, so its last sample is dropped first.
     _samples_left_out: ClassVar = 1
 
     def __init__(self, target: str, device: str) -> None:
@@ -68,7 +68,7 @@ class _XCodec2(CodecBackend):
             num_codebooks=1,
             codebook_size=len(model.quantizer.quantizer.codebook),
             checksum=weights_checksum(model.state_dict()),
-            # Its convolutions are not causal.
+            # The convolutions are not causal.
             equal_lengths_only=True,
             decoded_sampling_rate=rate * model.config.hop_length // samples_per_frame,
         )
@@ -88,9 +88,10 @@ class _XCodec2(CodecBackend):
 
 
 class _NeuCodec(_XCodec2):
-    """NeuCodec: X-Codec-2's layers with a decoder to 24 kHz.
+    """NeuCodec: X-Codec-2's layers with a decoder whose output has a rate of 24 kHz.
 
-    Its semantic features have one frame fewer than the audio, so it needs the frame of silence from the extractor.
+    Its semantic features have one frame fewer than the audio, so it needs the extra frame of silence that the extractor
+    adds.
     """
 
     _model_class: ClassVar = NeuCodecModel

@@ -1,8 +1,8 @@
-"""Start a Ray worker beside a head on 127.0.0.1, for tests on one host; the arguments are those of ``ray``.
+"""Start a Ray worker whose head listens on 127.0.0.1, for tests on one host; the arguments are those of ``ray``.
 
-Ray replaces 127.0.0.1 by a reachable address, and then listens everywhere. In the mode for a single machine
-(RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0, set by ray.sbatch), it stays on 127.0.0.1 but refuses a second node. Only private
-names of Ray can change that; they were tested with Ray 2.60.
+By default, Ray replaces 127.0.0.1 with a reachable address, and then listens on all addresses. In the mode for a single
+machine (RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0, set by ray.sbatch), it stays on 127.0.0.1 but refuses a second node. That
+can only be changed through private names of Ray; this script was tested with Ray 2.60.
 """
 
 from ray._private import ray_constants, services

@@ -26,7 +26,7 @@ _CONDITION: Final = re.compile(
 
 @dataclass(frozen=True)
 class Comparison:
-    """Condition on the value of ``key``, which must be a text if ``limit`` is a text, and a number otherwise."""
+    """Condition on the value of ``key``, which must be a string if ``limit`` is a string, and a number otherwise."""
 
     key: str
     symbol: str

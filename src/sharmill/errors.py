@@ -229,7 +229,7 @@ def refuse(*problems: tuple[object, str], code: str = "bad_config_value") -> Non
 
 
 class RejectRecord(SharmillError):
-    """Error of one record, which is rejected; other records are not affected.
+    """Error in one record, which is rejected; other records are not affected.
 
     Args:
         reason: a key of ``REASONS``.
@@ -359,7 +359,7 @@ def mentions_memory(text: str) -> bool:
 
 
 def other_reason(error: BaseException | None) -> str:
-    """Return the end of a sentence with another possible cause of a memory error; "" if memory is the only cause."""
+    """Return the end of a sentence that names another possible cause of a memory error; "" if there is none."""
     while error is not None:
         if any(message in str(error) for message in _MEMORY_OR_LIBRARY_MESSAGES):
             return (
@@ -392,6 +392,6 @@ def is_device_error(error: BaseException) -> bool:
 
 
 class DamagedShard(SharmillError):
-    """Error of a damaged dataset file; the message names the file and the place."""
+    """A dataset file is damaged; the message names the file and the place."""
 
     default_code = "damaged_shard"

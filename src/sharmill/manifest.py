@@ -21,14 +21,14 @@ from sharmill.files.stored import open_stored
 TYPED_KEYS: Final = ("audio_filepath", "offset", "duration", "text", "speaker")
 # Keys that may hold the transcript, in order of preference.
 TEXT_KEYS: Final = ("text", "normalized_text", "tts_text", "tts_text_normalized")
-# Tolerance in seconds for a part, such as a word, that exceeds its segment because times are rounded.
+# Tolerance in seconds for a part, such as a word, that extends beyond its segment because times are rounded.
 MAX_BEYOND: Final = 0.1
 # Decimal digits of times in seconds, as in lhotse.
 TIME_DIGITS: Final = 8
-# A longer line is rejected, since its record would pass through all stages into the dataset.
+# Longer lines are rejected, since their records would pass through all stages into the dataset.
 MAX_RECORD_BYTES: Final = 16 << 20
 _MAX_LINE_BYTES: Final = 64 << 20
-# A reject stores only a part of a record whose JSON is larger than this.
+# If a record's JSON is larger than this, its reject stores only a part of the record.
 _MAX_KEPT_BYTES: Final = 8 << 10
 # Linux cannot open longer paths.
 MAX_PATH: Final = 4096
@@ -41,7 +41,7 @@ SOURCE_CUT_ID: Final = "source_cut_id"
 ALIGNMENT: Final = "_alignment"
 _NOT_IN_IDS: Final = re.compile(r"[\s/\x00-\x1f\x7f]+")
 _MAX_ID: Final = 200
-# Key for the original speaker tag, if the dataset stores the tag's language in another form.
+# Key for the original speaker tag, used if the dataset stores the tag's language in another form.
 ORIGINAL_TAG: Final = "original_speaker"
 # For each audio field, the key for the share of samples that were clipped in writing. Only cuts with clipped samples
 # have this key.
@@ -79,7 +79,7 @@ OWN_KEYS: Final = (
 )
 _TIMES: Final = b',"_modified":'
 
-# A channel number from 0, or the mean of all channels; None for mono audio.
+# A channel number, counted from 0, or the mean of all channels; None for mono audio.
 Channel = int | Literal["downmix"] | None
 
 _encoder = msgspec.json.Encoder()
@@ -130,7 +130,7 @@ class AudioNotes:
 
     Attributes:
         size: size of the file in bytes when ``prepare`` saw it; -1 if ``prepare`` did not see it.
-        modified: modification time of the file at that time, in nanoseconds; -1 if unknown.
+        modified: modification time of the file when ``prepare`` saw it, in nanoseconds; -1 if unknown.
         checksum: checksum of the file's bytes or of the segment's samples, computed when the audio is first read; ""
             until then.
         sound: packed ``audio.sound.Sound`` of the segment, computed at the same time.
@@ -170,7 +170,7 @@ class Segment:
     Attributes:
         root: number of the audio root that ``audio_filepath`` is relative to.
         offset, duration: times in seconds.
-        whole_file: the segment is the whole file, whatever its length, because the record had no offset.
+        whole_file: True if the segment is the whole file, whatever its length, because the record had no offset.
         channel: the channel of multi-channel audio to use.
         member: location in a container file; ``audio_filepath`` is then only a name.
     """
@@ -312,7 +312,7 @@ def _own_context(context: Segment) -> tuple[Any, ...]:
 
 
 def _own_times(target: AudioNotes, context: AudioNotes) -> tuple[str, ...]:
-    """Return the file times of a target and context, and their sound measures; checksums of records leave these out."""
+    """Return the file times and sound measures of a target and its context; checksums of records exclude these."""
     # Times have a fixed width, so that byte offsets in plans stay valid if a manifest is rebuilt from copied files.
     times = (f"{target.modified:020d}", f"{context.modified:020d}")
     return (*times, target.sound, context.sound) if target.sound or context.sound else times
@@ -394,7 +394,7 @@ def hash_whole(record: Any) -> int:
 
 
 def reduce_record(record: Any) -> Any:
-    """Return a small record unchanged, and a large one ``Reduced`` to its identifying keys or the start of its text."""
+    """Return a small record unchanged; reduce a large record to its identifying keys or to the start of its text."""
     if isinstance(record, str):
         return record if len(record) <= _MAX_KEPT_BYTES else Reduced(record[: _MAX_KEPT_BYTES // 8], hash_whole(record))
     if len(_encoder.encode(record)) <= _MAX_KEPT_BYTES:
@@ -455,7 +455,7 @@ def segment_id(recording: str, offset: float, duration: float) -> str:
 
 
 def canonical_id(text: str) -> str:
-    """Return a cut id that is usable as a file name: unchanged if possible, otherwise cleaned and with a hash.
+    """Return a cut id that is usable as a file name: unchanged if possible, otherwise cleaned and with a hash appended.
 
     >>> canonical_id("84-1-0"), canonical_id("call 7/a")
     ('84-1-0', 'call_7_a-97e9fc0073718ce8')

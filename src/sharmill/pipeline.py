@@ -59,7 +59,7 @@ class DatasetResult:
         return all(result.ok for _, result in self.stages)
 
     def outcome(self, appended: str = "") -> RunOutcome:
-        """Return the outcome of the run to be recorded: finished, or failed if units of its last stage failed.
+        """Return the outcome of the run for the records: finished, or failed if units of its last stage failed.
 
         Args:
             appended: a sentence about the shards that were appended to another dataset.
@@ -246,7 +246,8 @@ def _begin(config: Config, request: RunRequest, executor: Executor, *, restart: 
     """Start a run, or join it if other processes are working on it. The caller must hold the lock of the run directory.
 
     Raises:
-        ConfigError: other processes are working on another configuration, or are working while a restart is requested.
+        ConfigError: other processes are working on another configuration, or are still working although a restart is
+            requested.
         FatalError: the run of this job has ended.
     """
     run_dir = RunDir(Path(config.run_dir))
@@ -318,7 +319,7 @@ def _run_stages(
 
 
 def _restart_command(config: Config, stages: Sequence[str], changed: StageRun) -> str:
-    """Return the command that restarts a stage and the dependent stages, whose input changes."""
+    """Return the command that restarts a stage and the stages that depend on it, whose input changes."""
     behind = dependent_stages(config, changed.kind)
     begun = {stage.kind for stage in make_stages(config, behind) if any(stage.ranks.ledger.glob("*.jsonl"))}
     named = [kind for kind in behind if kind in stages or kind in begun or kind == changed.kind]
@@ -366,7 +367,7 @@ def _check_accounts(config: Config, results: Sequence[tuple[StageRun, StageResul
 
 @dataclass(frozen=True)
 class DatasetRun:
-    """Stages of one dataset to run (by default, all of its stages); cluster jobs receive this object."""
+    """The stages of a dataset to be run, by default all of them; cluster jobs receive this object."""
 
     config: Config
     stages: tuple[str, ...] | None = None

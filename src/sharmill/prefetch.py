@@ -1,4 +1,4 @@
-"""Computation of results ahead of their use in a bounded pool of threads, such as decoding while a model runs."""
+"""Computation of results ahead of their use in a bounded pool of threads: for example, decoding while a model runs."""
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -24,7 +24,7 @@ def prefetch(
     of its result.
 
     Args:
-        threads: number of threads; up to this many items are in progress regardless of their weight.
+        threads: number of threads; up to this many items are in progress regardless of their weights.
         ahead: limit on the total weight of the items that are in progress or waiting to be used.
         weigh: function that returns the weight of an item.
     """

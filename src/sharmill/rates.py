@@ -35,7 +35,7 @@ class StageRate(msgspec.Struct, frozen=True, kw_only=True):
         seconds_to_start: additional seconds for starting ranks, loading models, planning and finishing.
         bytes_per_cost: bytes of published files per unit of cost.
         cost_per_record: cost per record of the input, from which the cost of an unplanned stage is estimated.
-        records_per_record: records that enter the stage, per record of the input.
+        records_per_record: number of records that enter the stage per record of the input.
         records_per_unit: mean number of records in a unit.
         decoding_per_cost: core seconds of decoding outside the model, per unit of cost.
         model_per_cost: device seconds of the model, per unit of cost.
@@ -94,15 +94,15 @@ def measure_rates(stages: Sequence[StageRun], num_records: int) -> list[StageRat
 
 
 def decoding_seconds(commit: Commit) -> float:
-    """Return the core seconds of decoding for a unit, in feeders or in the rank itself."""
+    """Return the core seconds that decoding took for a unit, in feeders or in the rank itself."""
     return commit.stats.get("feeder_seconds") or commit.delays.get("decoding", 0.0)
 
 
 def _seconds_to_start(stage: StageRun, commits: dict[int, Commit]) -> float:
     """Return how many seconds a stage took beyond its busiest rank; 0 if it is unfinished or was interrupted.
 
-    The time of a stage is measured by the file system's clock, from the plan, which is its first file, to the file that
-    records its end.
+    A stage's time is measured by the file system's clock, from the stage's first file, which is the plan, to the file
+    that records its end.
     """
     started = [rank.started for rank in read_progress(stage.ranks.progress)]
     if not stage.dir.done.exists() or not started:
@@ -153,7 +153,7 @@ class StagePrediction:
     Attributes:
         wall_seconds: time from start to end.
         rank_seconds: total time of all ranks.
-        on_gpu: the ranks use GPUs, which several ranks may share; otherwise they use cores.
+        on_gpu: True if the ranks use GPUs, each of which several ranks may share; False if they use cores.
         num_bytes: bytes of published files.
         is_planned: the units are known; otherwise the cost is estimated from the size of the input.
         cores_per_gpu: see ``StageRate``.

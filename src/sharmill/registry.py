@@ -54,7 +54,7 @@ class Registry:
 
     @staticmethod
     def split(text: str) -> tuple[str, str]:
-        """Split a text into the name of an implementation and its target, which may be "".
+        """Split a string into the name of an implementation and its target, which may be "".
 
         >>> CODECS.split("nemo:/models/codec.nemo")
         ('nemo', '/models/codec.nemo')

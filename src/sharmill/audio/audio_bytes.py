@@ -40,7 +40,7 @@ class AudioBytes:
         self.size = len(head) + size
 
     def with_head(self, head: bytes, start: int, stop: int) -> "AudioBytes":
-        """Return a source of ``head`` followed by the bytes from ``start`` to ``stop``."""
+        """Return a source that consists of ``head`` followed by this source's bytes from ``start`` to ``stop``."""
         return AudioBytes(self.name, self._data, self._start + start, stop - start, head)
 
     def read(self, start: int = 0, size: int | None = None) -> bytes:

@@ -14,8 +14,7 @@ MAX_SAMPLING_RATE: Final = 655350  # the highest rate of FLAC
 # Maximum number of samples per byte in a frame of MPEG audio, ADPCM or GSM. A header that claims more is corrupt, and
 # must not determine the size of an array.
 MAX_SAMPLES_PER_BYTE: Final = 100
-# FLAC stores silence in almost no space, so this number of samples (128 MiB as float32) is allowed in a file of any
-# size.
+# FLAC stores silence in almost no space, so a file of any size may have this many samples (128 MiB as float32).
 SAMPLES_IN_ANY_SIZE: Final = 1 << 25
 FULL_SCALE: Final = 1 << 15
 
@@ -43,7 +42,7 @@ class AudioInfo:
 
 
 class Decoder(ABC):
-    """An open audio file and the position from which it is decoded."""
+    """An open audio file and the position at which decoding continues."""
 
     info: AudioInfo
 
@@ -77,6 +76,6 @@ def to_float(samples: np.ndarray) -> np.ndarray:
 
 def check_finite(audio: np.ndarray, name: str) -> None:
     """Raise RejectRecord ``non_finite_audio`` if samples are NaN or infinite."""
-    # If any sample is NaN, so are the minimum and maximum, which are faster to compute than an array of booleans.
+    # If any sample is NaN, so are the minimum and maximum, and these are faster to compute than an array of booleans.
     is_finite = not len(audio) or (math.isfinite(audio.min()) and math.isfinite(audio.max()))
     refuse_record((not is_finite, "non_finite_audio", f"{name} has NaN or infinite samples"))

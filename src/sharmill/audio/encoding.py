@@ -23,7 +23,7 @@ _FLAC_MAX_ANY_RATE: Final = 65535  # higher rates must be multiples of 10 Hz
 
 
 def _to_int16(samples: np.ndarray) -> np.ndarray:
-    """Clip and round floats to 16 bits as libsndfile does for FLAC, but faster."""
+    """Clip floats and round them to 16 bits, as libsndfile does for FLAC, but faster."""
     scaled = np.clip(samples, -1.0, 1.0, dtype=np.float32)
     scaled *= np.float32(FULL_SCALE)
     np.rint(scaled, out=scaled)

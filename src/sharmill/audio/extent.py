@@ -13,8 +13,8 @@ from sharmill.errors import RejectRecord, refuse_record
 
 Read = Callable[[int, int], bytes]
 
-# A stated size of at least this means that the size is unknown: a program that writes to a pipe states 0xFFFFFFFF
-# (ffmpeg) or 0x7FFFF000 (sox).
+# A stated size of at least this many bytes means that the true size is unknown: a program that writes to a pipe states
+# 0xFFFFFFFF (ffmpeg) or 0x7FFFF000 (sox).
 STREAMED_BYTES: Final = 0x7FFF0000
 _BLOCK_BYTES: Final = 1 << 20
 _TAGS: Final = (b"ID3", b"TAG", b"APET", b"LYRI")
@@ -32,7 +32,8 @@ _CHUNKS: Final = {
 _CHUNK_NAME: Final = re.compile(rb"[ -~]{4}")
 _UNKNOWN_BYTES: Final = 0xFFFFFFFF
 _MAX_STATED_BYTES: Final = 1 << 48  # a larger number is -1 from a writer that did not know the size
-# A chunk of at most this size contains no samples: SSND begins with two numbers, and data in CAF with one.
+# A chunk of at most this many bytes contains no samples: an SSND chunk begins with two numbers, and a data chunk of CAF
+# with one.
 _EMPTY_BYTES: Final = 8
 _GARBAGE_BYTES: Final = 512
 # Metadata chunks that may follow the samples, and that some tools write incompletely.
@@ -71,12 +72,11 @@ def skip_tags(read: Read, position: int) -> int:
 
 
 def check_chunks(read: Read, size: int, name: str) -> tuple[bytes, int, int]:
-    """Return how libsndfile can read all samples of a chunked file, or an AU file, whose header states too few.
+    """Return how libsndfile can read all samples of a chunked file or AU file whose header states too few.
 
     Returns:
-        A new header that makes libsndfile read all samples, and the positions in the file of the first byte and of the
-        end of the samples to put after this header. The header is empty if the file can be read as it is or has another
-        format.
+        A new header that makes libsndfile read all samples, and the positions in the file where the samples to put
+        after this header begin and end. The header is empty if the file can be read as it is or has another format.
 
     Raises:
         RejectRecord: duration_mismatch, if anything but chunks and tags follows the samples.
@@ -144,8 +144,8 @@ def count_mpeg_samples(read: Read, size: int, name: str, estimate: int) -> tuple
 
     If a Xing or Info frame covers the whole file, the number is libsndfile's ``estimate``, and the list of positions is
     empty. Otherwise the frames are counted. Without such a frame, libsndfile extrapolates from the size of the first
-    frame, which is wrong by about one frame at a constant bit rate, and by any factor at a variable bit rate. A result
-    above ``estimate`` means that libsndfile reads only a part of the file.
+    frame, which is wrong by about one frame at a constant bit rate, and by any factor at a variable bit rate. If the
+    result exceeds ``estimate``, libsndfile reads only a part of the file.
     """
     first = skip_tags(read, 0)
     found = _XING.search(read(first, 256))
@@ -169,7 +169,7 @@ def count_mpeg_samples(read: Read, size: int, name: str, estimate: int) -> tuple
 
 
 def _read_frame_header(header: bytes) -> tuple[int, int, bytes]:
-    """Return the size in bytes, the samples per channel and the kind of a layer III frame from its 4-byte header.
+    """Return the size in bytes, the samples per channel and the kind of a layer III frame, given its 4-byte header.
 
     The kind (MPEG version, sampling rate, and whether the audio is mono) must not change within a stream. The size is 0
     if the bytes are not such a header.

@@ -3,9 +3,9 @@
 FFmpeg (through PyAV) gets the bytes of one file and the name of one demuxer, which is chosen by the first bytes. FFmpeg
 therefore never guesses the format, never sees a playlist, and opens no other file.
 
-Telephone corpora contain SPHERE files compressed with shorten. FFmpeg reads such files with 16-bit PCM. Files with
-mu-law are read by sph2pipe, a program of the Linguistic Data Consortium, which is looked up on PATH and called without
-a shell.
+Telephone corpora contain SPHERE files compressed with shorten. FFmpeg reads those with 16-bit PCM. Those with mu-law
+are read by sph2pipe, a program of the Linguistic Data Consortium, which is looked up on PATH and called without a
+shell.
 """
 
 import re
@@ -239,7 +239,7 @@ def _decode(
             try:
                 frames = packet.decode()
             except InvalidDataError:
-                if container.format.name != "mp3":  # FFmpeg passes tags between MP3 frames on as packets
+                if container.format.name != "mp3":  # FFmpeg returns tags between MP3 frames as packets
                     raise
                 frames = []
             for frame in frames:
@@ -287,7 +287,7 @@ def _inspect(source: AudioBytes, demuxer: str) -> AudioInfo:
     counted, rate, channels, claimed = 0, 1, 0, 0.0
     container, stream = _open(source, demuxer)
     codec = stream.codec_context.codec.canonical_name
-    # For other containers, FFmpeg estimates the duration from the size.
+    # For all containers but these, FFmpeg estimates the duration from the size.
     if demuxer in ("mov", "matroska", "nistsphere", "wav"):
         if stream.duration is not None and stream.time_base is not None:
             claimed = float(stream.duration * stream.time_base)

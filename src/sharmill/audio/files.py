@@ -192,7 +192,7 @@ class Recording:
         try:
             audio = self._take(start, start + wanted, channel)
         except RejectRecord as reject:
-            # Otherwise the next read would return later samples in place of the failed ones.
+            # Otherwise, the next read would return later samples in place of those that failed.
             self._failed = reject
             raise
         if len(audio) < wanted:

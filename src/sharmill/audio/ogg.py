@@ -1,4 +1,4 @@
-"""Checks of Ogg files (RFC 3533) that libsndfile does not make: damaged or lost pages, and further streams."""
+"""Checks of Ogg files (RFC 3533) that libsndfile does not make: damaged or lost pages, and additional streams."""
 
 import re
 import struct
@@ -26,7 +26,7 @@ def is_plain_ogg(read: Read, size: int, sampling_rate: int) -> bool:
 
     libsndfile reads only the first stream. A second stream is found by comparing the serial numbers of the first and
     last pages. If both streams have the same number, it is not found, because that would require reading all pages.
-    Opus does not decode at every input rate, and libsndfile replaces an unsupported rate by the next supported one.
+    Opus does not decode at every input rate, and libsndfile replaces an unsupported rate with the next supported one.
     """
     head, tail = read(0, _FIRST_BYTES), read(max(0, size - _MAX_PAGE_BYTES), _MAX_PAGE_BYTES)
     opus = _OPUS_RATE.search(head)

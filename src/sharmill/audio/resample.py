@@ -78,7 +78,7 @@ def resample(audio: np.ndarray, from_rate: int, to_rate: int, resampling: Resamp
 
     waveform = torch.from_numpy(np.require(audio, np.float32, ["C", "W"]))[None]
     num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # the number of threads affects the last bits of a convolution
+    torch.set_num_threads(1)  # the number of threads affects the last bits of a convolution's results
     try:
         with torch.no_grad():
             resampled = _resampler(from_rate, to_rate, resampling)(waveform)[0].numpy()

@@ -45,11 +45,12 @@ def normalise_path(audio_filepath: str, roots: Iterable[str] = ()) -> str:
 
     Args:
         audio_filepath: the path in the manifest.
-        roots: the absolute paths, or URLs, by which the root is known.
+        roots: the absolute paths or URLs of the root.
 
     Raises:
-        RejectRecord: ``outside_root`` if the path is a command, contains a null character, leaves the root by ``..``,
-            or is absolute or a URL and below none of ``roots``; ``missing_audio`` if it is longer than a path can be.
+        RejectRecord: ``outside_root`` if the path is a command, contains a null character, leaves the root through
+            ``..``, or is absolute or a URL and below none of ``roots``; ``missing_audio`` if it is longer than a path
+            can be.
 
     Example:
         >>> normalise_path("/data/./speech/a/../b.wav", ["/data/speech"])
@@ -255,8 +256,8 @@ class AudioRoots:
         in all sources. Roots with different float scales are not equal.
 
         Raises:
-            RejectRecord: see ``normalise_path``; also ``outside_root`` if the path leaves the root by a symbolic link
-                or, below a URL, by a percent-encoded ``..``.
+            RejectRecord: see ``normalise_path``; also ``outside_root`` if the path leaves the root through a symbolic
+                link or, below a URL, through a percent-encoded ``..``.
         """
         numbers = self.numbers[source]
         relative = normalise_path(audio_filepath, [name for number in numbers for name in self.roots[number].names])
@@ -288,7 +289,7 @@ class AudioRoots:
         return False
 
     def locate(self, segment: Segment) -> Path:
-        """Return the local path of the file or container of a segment; see ``obtain``.
+        """Return the local path of the file or container that holds a segment; see ``obtain``.
 
         Raises:
             RejectRecord: ``outside_root`` if the path now leaves the root; also see ``Cache.get``.

@@ -32,9 +32,9 @@ from sharmill.manifest import AudioNotes, Member, Segment
 
 # -60 dB relative to full scale. Audio whose loudest sample is quieter contains no speech.
 SILENT_PEAK: Final = 1e-3
-# 24 dB above full scale. Speech exceeds full scale by less: a few dB after lossy decoding, and the excess gain in float
-# recordings. Floats with the values of 16-bit (or larger) integers exceed this peak unless they are silent (SILENT_PEAK
-# * 32768 = 33). Samples in integer formats never exceed 1.
+# 24 dB above full scale. Speech exceeds full scale by less: by a few dB after lossy decoding, and by the excess gain in
+# float recordings. Floats with the values of 16-bit (or larger) integers exceed this peak unless they are silent
+# (SILENT_PEAK * 32768 = 33). Samples in integer formats never exceed 1.
 _HIGHEST_PEAK: Final = 16.0
 # Maximum bytes of pictures and notes, in addition to the samples, in a file that is copied as a whole.
 _MAX_FILE_BYTES: Final = 64 << 20
@@ -48,7 +48,7 @@ _PART_BYTES: Final = 4 << 20
 Made = TypeVar("Made")
 # The data of a result: bytes or an array.
 Data = TypeVar("Data")
-# Indices of segments of a recording, each with the result for the segment, or the reject if there is none.
+# Indices of a recording's segments, each with the segment's result, or with the reject if it has no result.
 Part: TypeAlias = list[tuple[int, tuple[Data, Made] | RejectRecord]]
 
 
@@ -247,7 +247,7 @@ class RecordingSegments:
 
     @property
     def seconds(self) -> float:
-        """Seconds of all segments, or of audio that takes as much memory as ``stored``, whichever is more."""
+        """Seconds of audio in all segments, or, if longer, of audio that takes as much memory as ``stored``."""
         of_row = 0.0 if self.stored is None else len(self.stored) / _BYTES_PER_SECOND
         return max(of_row, sum(segment.duration for segment in self.segments))
 

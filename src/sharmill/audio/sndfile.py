@@ -54,10 +54,10 @@ class SndfileDecoder(Decoder):
         # libsndfile does not get the path, because it would accept any file named .raw, .vox, .gsm or .au as audio.
         descriptor = source.descriptor
         if descriptor is not None:
-            os.lseek(descriptor, 0, os.SEEK_SET)  # another decoder may have moved it
+            os.lseek(descriptor, 0, os.SEEK_SET)  # another decoder may have moved the position
         with _rejecting(source.name, self._is_mpeg):
             sound = _ForwardSound(source.stream() if descriptor is None else descriptor, closefd=False)
-        # soundfile computes each property on every access.
+        # soundfile computes each property on every access, so read each of them only once.
         num_samples, kind, subtype = sound.frames, sound.format, sound.subtype
         exact = kind == "FLAC" or subtype in _MEMORYLESS
         # Name of the FFmpeg demuxer that reads all of the audio, if libsndfile reads only a part; otherwise empty.
@@ -95,8 +95,8 @@ class SndfileDecoder(Decoder):
 
     def read(self, num_samples: int) -> np.ndarray:
         if not self._sought and sf.SoundFile.seekable(self._sound):  # GSM in WAV is not seekable
-            # Seek before the first read, as soundfile.read does: a seek changes the last bits of MP3. Reading only the
-            # header does not seek, because a seek would decode audio.
+            # Seek before the first read, as soundfile.read does: a seek changes the last bits of MP3 samples. Reading
+            # only the header does not seek, because a seek would decode audio.
             self.seek(0)
         if self._whole is not None:
             found = self._whole[self._position : self._position + num_samples]
@@ -180,7 +180,7 @@ def _logging_warnings(name: str, is_mpeg: bool) -> Iterator[None]:
 
 
 def _has_standard_error() -> bool:
-    """Return True if descriptor 2 is open for writing; if it was closed, the recording may have reused its number."""
+    """Return True if descriptor 2 is open for writing; if it was closed, its number may now belong to the recording."""
     try:
         return sys.__stderr__ is not None and fcntl.fcntl(2, fcntl.F_GETFL) & os.O_ACCMODE != os.O_RDONLY
     except OSError:

@@ -1,4 +1,4 @@
-"""Acoustic measures of segments, which are computed whenever a segment is decoded, and their form in manifests."""
+"""Acoustic measures, which are computed whenever a segment is decoded, and their form in manifests."""
 
 import base64
 import math

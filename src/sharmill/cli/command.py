@@ -1,4 +1,4 @@
-"""Shared parts of all commands: exit statuses, arguments, options, and the console that they print to."""
+"""Shared parts of all commands: exit statuses, arguments, options, and the console to which they print."""
 
 import json
 import os
@@ -30,7 +30,7 @@ _OVERRIDE = re.compile(r"[\w.\[\]-]*=")
 
 def combine_exit_codes(statuses: Iterable[int]) -> int:
     """Return one exit status for several datasets: the most serious one."""
-    # A dataset that could not be processed is more serious than a dataset with findings.
+    # The status of a dataset that could not be processed is more serious than that of a dataset with findings.
     return max(statuses, key=(OK, FINDINGS, ConfigError.exit_status, FAILED).index, default=OK)
 
 
@@ -191,7 +191,7 @@ def describe_time(seconds: float) -> str:
 
 
 def describe_sum(what: str, seconds: Sequence[float | None]) -> str:
-    """Return the sum of the times left for several parts, as text; an empty string if no time is known.
+    """Return the sum of the times left for several parts, as text; an empty string if none of the times is known.
 
     >>> describe_sum("run", [60.0, None])
     'run: at least 0:01:00 left'
@@ -202,9 +202,9 @@ def describe_sum(what: str, seconds: Sequence[float | None]) -> str:
 
 
 def resolve_stages(names: Sequence[str]) -> list[str]:
-    """Return the kinds of the stages that are named in a command.
+    """Return the kinds of the stages named in a command.
 
-    A message is printed for a round of ``encode`` that was a separate stage in earlier versions.
+    If a name is that of a round of ``encode`` that was a separate stage in earlier versions, a message is printed.
 
     Raises:
         ConfigError: a stage does not exist.

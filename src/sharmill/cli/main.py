@@ -1,7 +1,7 @@
 """The command ``sharmill``: its groups of commands, and its entry point.
 
-The module of a command is imported when the command is called; ``sharmill --help`` imports none of them. The top-level
-imports of these modules do not load torch, NeMo or Ray, which a command imports only when it runs.
+The module of a command is imported when the command is called; ``sharmill --help`` imports none of them. Importing
+these modules does not load torch, NeMo or Ray; a command imports those only when it runs.
 """
 
 import importlib
@@ -20,7 +20,7 @@ import sharmill
 from sharmill.errors import ConfigError, PrintableFormatter, SharmillError, describe_error, printable_line
 from sharmill.registry import describe_import_error
 
-# Commands by heading: the function of each command in this package, and its line in ``sharmill --help``.
+# Commands by heading: for each command, its function in this package and its line in ``sharmill --help``.
 COMMANDS: Final = {
     "Build datasets": {
         "demo": ("run.demo", "Run all stages on a synthetic corpus."),

@@ -41,7 +41,7 @@ from sharmill.training.buckets.batch_size import make_budget
 
 # Error codes of stages whose input has not yet been written by an earlier stage.
 _EARLIER_OUTPUT_MISSING = ("stage_not_run", "no_dataset")
-# FLAC speech at 16 to 24 kHz takes 15 to 35 kB per second, and codes add little: this estimate is on the safe side.
+# FLAC speech at 16 to 24 kHz takes 15 to 35 kB per second, and codes add little, so this estimate is on the safe side.
 _BYTES_PER_SECOND = 40_000
 # A calibration tries a hundred thresholds; only the recommended one and every fifth one are printed.
 _PRINTED_STEP = 5
@@ -306,7 +306,7 @@ def _print_thresholds(advice: Advice, *, are_copies: bool) -> None:
     rows = []
     for place, one in enumerate(advice.thresholds):
         chosen = one == recommended
-        # Leave out a threshold that has the same result as the next one that is printed.
+        # Leave out a threshold with the same result as the next threshold to be printed.
         following = advice.thresholds[place + _PRINTED_STEP :][:1]
         is_repeated = any((one.context_share, one.wrong_share) == (n.context_share, n.wrong_share) for n in following)
         if chosen or (place % _PRINTED_STEP == 0 and not is_repeated):

@@ -42,7 +42,7 @@ class ProgressListener(Listener):
         # All rounds of a stage have the same name.
         self._names = list(dict.fromkeys(names))
         self._expected = expected or {}
-        # The view of each stage so far, with a description of its time. Another thread draws this list, so each pair is
+        # For each stage so far, its view and a description of its time. Another thread draws this list, so each pair is
         # replaced as a whole.
         self._views: list[tuple[StageView, str]] = []
         self._began = self._next_view = self._last_printed = 0.0
@@ -82,7 +82,7 @@ class ProgressListener(Listener):
     def looked(self, ranks: Sequence[RankProgress]) -> None:
         now = self._clock()
         if now >= self._next_view:
-            # The time of the latest heartbeat comes from the file system's clock, as do all other times of a view.
+            # The time of the latest heartbeat comes from the file system's clock, as do all other times in a view.
             newest = max((rank.written for rank in ranks), default=0.0)
             view = view_stage(self._stage, self._units, self._commits, ranks, newest)
             self._views[-1] = view, self._describe_left(view, now - self._began)
@@ -107,7 +107,7 @@ class ProgressListener(Listener):
             self._print_line(self._line())
 
     def _describe_left(self, view: StageView, elapsed: float) -> str:
-        """Return the time left as text, or else the elapsed time; before any progress, "loading" or "starting"."""
+        """Return, as text, the time left, or the elapsed time if that is unknown; "loading" or "starting" at first."""
         if view.seconds_left is not None:
             return f"{describe_time(view.seconds_left)} left"
         if view.cost_done <= self._cost_before and not any(rank.ready for rank in view.ranks):
@@ -169,7 +169,7 @@ class ProgressListener(Listener):
 
 
 def describe_amount(view: StageView, *, wide: bool = True) -> str:
-    """Return the finished and total amounts, as in ``0.27/0.54 h``; only the total for records unless ``wide``."""
+    """Return the finished and total amounts, as in ``0.27/0.54 h``; for records, only the total unless ``wide``."""
     records = view.cost_unit == "records"
     return describe_cost(*((view.cost_done, view.cost) if wide or not records else (view.cost,)), records=records)
 

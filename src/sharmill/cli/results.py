@@ -70,7 +70,7 @@ def print_result(result: DatasetResult) -> None:
 
 
 def result_paths(result: DatasetResult) -> dict[str, str]:
-    """Return the folders and files of a run by description, and a recommended command as ``next``."""
+    """Return the folders and files of a run by description, and a recommended command under the key ``next``."""
     config, run_dir = result.config, RunDir(Path(result.config.run_dir))
     paths = {"run directory": config.run_dir}
     if run_dir.rejects.exists() and run_dir.rejects.stat().st_size:
@@ -103,7 +103,7 @@ def _accounts(stage: StageRun, outcome: StageResult) -> list[str | Text]:
 
 
 def print_report(report: Report, json_file: str | None = None) -> None:
-    """Print findings by kind, each kind with examples and a remedy; then print what was and was not checked.
+    """Print the findings by kind, with examples and a remedy for each kind, then what was checked and what was not.
 
     Args:
         json_file: file to which the whole report is written.

@@ -277,7 +277,7 @@ def join_run(run_dir: Path, workers: int | Literal["auto"], device: str | None) 
             "this command on a machine that mounts this folder",
             code="no_run_dir",
         )
-    # The paths of the configuration are relative to this folder.
+    # The paths in the configuration are relative to this folder.
     os.chdir(given.folder)
     config = load_config(
         paths.config, [f"executor.workers={workers}", *([f"executor.device={device}"] if device else [])]

@@ -47,7 +47,7 @@ from sharmill.registry import require_package
 
 _SECONDS_TO_END: Final = 60.0
 _STATES = ("not begun", "under way", "in the queue", "stopped", "silent", "failed", "done")
-# Prometheus metrics of stages: the help text, and the label in addition to run directory and stage.
+# Prometheus metrics of stages: the help text and, for some metrics, a label besides those for run directory and stage.
 _METRICS: Final[dict[str, tuple[str, ...]]] = {
     "stage_state": ("1 for the state of a stage, 0 for the others", "state"),
     "units": ("Units of a stage", "kind"),
@@ -341,7 +341,7 @@ def _print_pace(view: StageView, pace: Pace, *, verbose: bool) -> None:
 
 
 def _print_jobs(run: RunView) -> None:
-    """Print a line for each kind and state of jobs, with the reason why they wait; or that the jobs are unknown."""
+    """Print a line for each kind and state of jobs, with the reason why they wait, or say that the jobs are unknown."""
     names = {"rank": "rank job", "advance": "driver job", "second": "backup driver job"}
     groups: dict[tuple[str, str, str], list[str]] = {}
     for job in run.jobs:
@@ -443,7 +443,7 @@ def cancel(run_dir: Path) -> None:
     try:
         if jobs or paths.reserved.exists():
             # The lock is needed because the process of a driver job may outlive its job for a while, and a process that
-            # has read the mark writes the outcome under the lock. If the run has been started again meanwhile, its
+            # has read the mark writes the outcome under the lock. If the run has meanwhile been started again, its
             # reservations and staging folders are kept.
             with locked(paths, SECONDS_TO_CANCEL if jobs else _SECONDS_TO_END):
                 kept = [] if find_workers(paths, ranks=not jobs) else release_cancelled(paths)
@@ -475,7 +475,7 @@ def _mark(run_dir: RunDir) -> None:
 
 
 def _wait_for_processes(run_dir: RunDir, ended_jobs: Sequence[str]) -> None:
-    """Wait until no process works on the cancelled run any more.
+    """Wait until no process is working on the cancelled run any more.
 
     Raises:
         FatalError: a process is still at work after a minute.

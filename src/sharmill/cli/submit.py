@@ -151,7 +151,7 @@ def _show_submission(run: DatasetRun, jobs: SlurmExecutor, *, verbose: bool) -> 
 
 
 def _describe_balance(stage: StageRun, units: Sequence[Unit], jobs: SlurmExecutor, num_ranks: int) -> list[str]:
-    """Return sentences about the jobs of a stage: the ranks, their load, and the jobs that run after them."""
+    """Return sentences about the jobs of a stage: their ranks, the load of each rank, and the jobs that follow them."""
     backup = "a backup driver job, which runs only if that fails (afternotok)"
     if not num_ranks:
         return [

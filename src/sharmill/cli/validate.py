@@ -112,5 +112,5 @@ def validate(
 
 
 def _require_recheck(models: dict[str, str], level: ValidateConfig) -> None:
-    """Raise ConfigError if models are named although nothing is encoded again."""
+    """Raise ConfigError if models are given although nothing is encoded again."""
     refuse((models and not level.recheck_share, "--codec-model needs --recheck-codes: add it"), code="bad_usage")

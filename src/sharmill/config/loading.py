@@ -30,7 +30,7 @@ _SHOWN_CHARACTERS: Final = 100
 # Limits for untrusted YAML.
 _MAX_BYTES: Final = 1 << 20
 _MAX_DEPTH: Final = 100
-# Top-level keys whose texts may have several lines, and sources, which check their own texts.
+# Top-level keys whose strings may have several lines, and ``sources``, whose classes check their own strings.
 _UNCHECKED = ("speaker_key", "setup", "sources")
 # C0 and C1 control characters except the tab, and Unicode line separators.
 _CONTROL = re.compile("[\x00-\x08\x0a-\x1f\x7f-\x9f\u2028\u2029]")
@@ -41,7 +41,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 
     Args:
         path: the YAML file.
-        overrides: ``key=value`` texts that replace values of the file, such as ``match.min_similarity=0.7``.
+        overrides: ``key=value`` strings that replace values of the file, such as ``match.min_similarity=0.7``.
 
     Raises:
         ConfigError: the file cannot be read, or a key or value is wrong; the message names file, key and remedy.
@@ -57,8 +57,8 @@ def load_for_display(path: Path) -> Config:
     """Read the stored configuration of a run to display the run.
 
     Another user may have written the file, so references are not resolved, and no code that it names is imported,
-    except installed stages of other packages. Sources are replaced by a placeholder, and executors of other packages by
-    the default. Options of models and keys of other versions are left out.
+    except for the installed stages of other packages. Sources are replaced by a placeholder, and executors of other
+    packages by the default. Options of models and keys of other versions are left out.
     """
     values, references = _read_merged(path, (), for_display=True)
     if _executor_name(values) not in EXECUTORS.own:
@@ -221,7 +221,7 @@ def _require_entry(values: Any, key: str, origin: str) -> None:
 
 
 def load_untrusted_yaml(stream: IO[bytes], origin: str) -> dict[Any, Any]:
-    """Return the mapping in an untrusted YAML file, which messages call ``origin``.
+    """Return the mapping in an untrusted YAML file, which is called ``origin`` in messages.
 
     Raises:
         ConfigError: the file is larger than 1 MiB, nested deeper than 100 levels, or not a mapping; or it has aliases,
@@ -248,7 +248,7 @@ def load_untrusted_yaml(stream: IO[bytes], origin: str) -> dict[Any, Any]:
 
 
 def _check_nulls(path: Path, root: yaml.Node | None) -> None:
-    """Raise ConfigError if an audio_root or a stage is empty or ~: a null with a meaning must be written as null."""
+    """Raise ConfigError if an audio_root or a stage is empty or ~; where null has a meaning, it must be spelled out."""
     top = _pairs(root)
     of_sources = (
         pair for key, value in top if key.value == "sources" for entry in value.value for pair in _pairs(entry)
@@ -304,7 +304,8 @@ def _make(kind: Any, value: Any, place: str, origin: str, *, for_display: bool =
     try:
         if kind is bool and isinstance(value, str):
             value = _WORDS_OF_YAML.get(value, value)
-        # The conversion is not strict, since a number may be quoted, overrides are texts, and YAML reads 1e3 as text.
+        # The conversion is not strict, since a number may be quoted, overrides are strings, and YAML reads 1e3 as a
+        # string.
         made = msgspec.convert(value, kind, strict=False)
         if isinstance(made, float) and not math.isfinite(made):
             raise msgspec.ValidationError(f"{made} is not finite")
@@ -326,7 +327,7 @@ def _make_section(kind: Any, values: dict[Any, Any], place: str, origin: str, *,
     if kind is Config:
         made["sections"] = _make_sections(types, made, origin)
     elif options := made.keys() - fields:
-        # Options keep the values of the file; only texts, which may come from overrides, are converted.
+        # Options keep their values from the file; only strings are converted, because they may come from overrides.
         made[_options_of(kind)] = {key: made[key] if isinstance(values[key], str) else values[key] for key in options}
     made = {key: value for key, value in made.items() if key in fields}
     refuse(
@@ -372,7 +373,7 @@ def _at(origin: str, place: str) -> str:
 
 
 def _check_controls(value: Any, origin: str, key: str) -> None:
-    """Raise ConfigError if a key or text contains control characters, except the texts of a few top-level keys."""
+    """Raise ConfigError if a key or string contains control characters, except the strings of a few top-level keys."""
     if isinstance(value, dict):
         for name, child in value.items():
             check_one_line(str(name), f"{origin}: the key {name!r}")
@@ -386,7 +387,7 @@ def _check_controls(value: Any, origin: str, key: str) -> None:
 
 
 def check_one_line(text: str, what: str) -> None:
-    """Raise ConfigError if a text that becomes part of a line of a script or manifest contains control characters."""
+    """Raise ConfigError if a string that becomes part of a line of a script or manifest contains control characters."""
     if found := _CONTROL.search(text):
         raise ConfigError(
             f"{what} contains the control character {found[0]!r}: use one line of plain text", code="bad_config_value"
@@ -447,7 +448,7 @@ def _added_stages(values: Any) -> list[str]:
     """Return the keys of a configuration that name stages of other installed packages."""
     known = {*get_type_hints(Config), *STAGES.own}
     others = [key for key in values if key not in known] if isinstance(values, dict) else []
-    # STAGES.names() scans all installed packages, so it is only called if necessary.
+    # STAGES.names() scans all installed packages, so it is called only if necessary.
     names = STAGES.names() if others else ()
     return [key for key in others if key in names]
 
@@ -479,10 +480,10 @@ def _with_options(kind: Any, types: dict[str, Any], values: Any, origin: str) ->
 
 
 def _parse_override(key: str, text: str) -> Any:
-    """Return the value of an override: null, a YAML value, or text, which is later converted to the type of the key.
+    """Return the value of an override: null, a YAML value, or a string that is converted to the type of the key later.
 
-    Lists, mappings and quoted texts are parsed as YAML. All other values stay text, as in ``name=0123``; so do
-    ``speaker_key=[^/]+``, which is not valid YAML, and ``{speaker}``.
+    Lists, mappings and quoted strings are parsed as YAML. All other values stay strings, as in ``name=0123``; so do
+    ``[^/]+`` in ``speaker_key=[^/]+``, which is not valid YAML, and ``{speaker}``.
     """
     if text in ("", "~", "null"):
         # A meaningful null must be spelled out, so an empty value or ~ is kept and causes an error.

@@ -17,7 +17,7 @@ from sharmill.registry import DEFAULT_EXECUTOR, EXECUTORS
 
 Precision = Literal["fp32", "tf32", "bf16"]
 Presence = Literal["always", "unless_null", "if_given"]
-# Ranges of values, which are checked when a configuration is read.
+# Value ranges, which are checked when a configuration is read.
 Positive = Annotated[int, msgspec.Meta(ge=1)]
 NotNegative = Annotated[float, msgspec.Meta(ge=0)]
 Above0 = Annotated[float, msgspec.Meta(gt=0)]
@@ -29,8 +29,8 @@ NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 NAME_RULE: Final = "must start with a letter or digit and contain only letters, digits, '_', '-' and '.'"
 
 _VARIABLE: Final = re.compile(r"\$\{\s*oc\.env\s*:\s*([^\s,:{}]+)")
-# Minimum length of a variable's value that is replaced in texts derived from the configuration; shorter values may
-# occur in them by chance.
+# A variable's value is replaced in strings derived from the configuration only if it has at least this length, because
+# shorter values may occur in them by chance.
 _MIN_CHARACTERS: Final = 4
 
 
@@ -90,7 +90,7 @@ class References:
     index of a dataset contain the names of the variables instead.
 
     Args:
-        written: the original texts of values with references, by path, such as ``("encode", "codecs", 0, "model")``.
+        written: the original strings of values with references, by path, such as ``("encode", "codecs", 0, "model")``.
         variables: names of variables by their values.
     """
 
@@ -109,8 +109,8 @@ class References:
     def unresolved(cls, values: Any) -> tuple[Any, "References"]:
         """Return values for display in which references are not resolved, and the references.
 
-        Names and paths are replaced by the text of their references. All other keys with references are dropped and get
-        their defaults.
+        Names and paths are replaced with the text of their references. All other keys with references are dropped and
+        get their defaults.
         """
         written = _references_in(values)
 
@@ -131,15 +131,16 @@ class References:
     def identify(self, identity: dict[str, Any], section: str) -> dict[str, Any]:
         """Return the identity of a stage's plan without values of environment variables.
 
-        A value at the path of a reference is replaced by its original text. Paths start at the whole configuration or
-        at the section. In all other texts, which may derive from several keys, the values of variables are replaced by
-        their names. Part of a SHA-256 digest of the value is appended, so that a changed value changes the identity.
+        A value at the path of a reference is replaced with its original string. Paths are relative to the whole
+        configuration or to the section. In all other strings, which may be derived from several keys, the values of
+        variables are replaced with their names. A part of the SHA-256 digest of the value is appended, so that a
+        changed value changes the identity.
         """
         if not self.written:
             return identity
 
         def with_digests(place: Place, value: Any) -> Any:
-            # A folder may be represented by several texts in an identity.
+            # An identity may represent a folder by several strings.
             if (written := self.written.get(place)) is None:
                 return value
             return _walk(value, lambda _, text: None if text is None else f"{written}#{_digest(str(text))}")
@@ -149,7 +150,7 @@ class References:
         return cast("dict[str, Any]", _hide(identity, _searchable(self.variables), digests=True))
 
     def hide(self, value: Any) -> Any:
-        """Return JSON values in which values of variables with at least four characters are replaced by their names.
+        """Return JSON values in which values of variables with at least four characters are replaced with their names.
 
         >>> References(variables={"/secret": "MODELS"}).hide({"model": "/secret/mimi"})
         {'model': '${oc.env:MODELS}/mimi'}
@@ -157,13 +158,13 @@ class References:
         return _hide(value, _searchable(self.variables), digests=False)
 
     def hide_at(self, place: Place, text: str) -> str:
-        """Return a text derived from the value at a path, with the names of variables instead of their values."""
+        """Return a string derived from the value at a path, with the names of variables instead of their values."""
         written = self.written.get(place)
         return text if written is None else _hide(text, _named([written]), digests=False)
 
 
 def _references_in(values: Any) -> dict[Place, str]:
-    """Return the texts among plain values that contain references, by their paths."""
+    """Return the strings with references in plain values, by their paths."""
     texts: dict[Place, Any] = {}
     _walk(values, texts.setdefault)
     return {place: text for place, text in texts.items() if isinstance(text, str) and "${" in text}
@@ -189,7 +190,7 @@ def _walk(
 
 
 def _named(texts: Iterable[str], *, unset: bool = False) -> dict[str, str]:
-    """Return the names of the variables in texts, by value; ``unset`` includes variables without a value."""
+    """Return the names of the variables in strings, by value; with ``unset``, include variables without a value."""
     names = sorted({name for text in texts for name in _VARIABLE.findall(text)}, reverse=True)
     return {os.environ.get(name, ""): name for name in names if os.environ.get(name) or unset}
 

@@ -69,7 +69,7 @@ _SOLO_VOICE: Final = VoiceSettings("en-gb-scotland+m3", 170, 50, 50)
 
 
 class Speaker:
-    """Synthetic speaker, whose rate varies slightly between utterances."""
+    """Synthetic speaker, whose speaking rate varies slightly between utterances."""
 
     def __init__(self, name: str, voice: VoiceSettings, espeak: Espeak, *, seed: int) -> None:
         self.name = name
@@ -81,7 +81,7 @@ class Speaker:
     def say(self, text: str) -> NDArray[np.int16] | None:
         """Return speech for ``text``, shape (time,); None if its duration is outside the limits.
 
-        The rate is drawn for each utterance, within 5 % of the rate of the voice.
+        The speaking rate is drawn for each utterance, within 5 % of the rate of the voice.
         """
         rate = round(self._voice.rate * self._rng.uniform(0.95, 1.05))
         speech = self._espeak.synthesize(text, replace(self._voice, rate=rate))
@@ -116,7 +116,7 @@ class SpokenText:
         }
 
     def write(self, path: str) -> Record:
-        """Write the samples to a path relative to the audio root, and return their record."""
+        """Write the samples to a path relative to the audio root, and return their manifest record."""
         _write_audio(self.audio_root / path, self.samples, self.speaker.sampling_rate)
         return self.record(path)
 

@@ -1,9 +1,9 @@
 """Codes of segments in the run directory, from which the stage ``encode`` assembles shards.
 
-A block of segments has up to three ``.npy`` files: the concatenated codes of its segments, codebook by codebook for
-each segment; a ``CODES`` record for each segment, with which its codes can be read and checked separately; and the
-frequency of each code in each codebook, unless the codebooks are very large. At the end, the stage merges the records
-of all blocks into one array and sums the frequencies.
+A block of segments has up to three ``.npy`` files: the codes of its segments, one segment after another, with the codes
+of each segment ordered by codebook; a ``CODES`` record for each segment, with which its codes can be read and checked
+separately; and the frequency of each code in each codebook, unless the codebooks are very large. At the end, the stage
+merges the records of all blocks into one array and sums the frequencies.
 """
 
 import os
@@ -32,8 +32,8 @@ CODES: Final = np.dtype([("start", "<i8"), ("stop", "<i8"), ("xxh3", "<u8")])
 _HEADER_BYTES: Final = 128
 # Maximum number of codebooks times codebook size for which code frequencies are counted.
 _MAX_COUNTS: Final = 1 << 21
-# Maximum number of files that a rank keeps open, if its limit on open files permits; enough for 32,768 hours of audio
-# in blocks of two hours.
+# Maximum number of files that a rank keeps open, if its limit on open files permits. It is enough for 32,768 hours of
+# audio in blocks of two hours.
 _MOST_OPEN: Final = 1 << 14
 
 
@@ -148,7 +148,8 @@ class SegmentCodes:
     def _read_bytes(self, block: int, start: int, stop: int, checksum: int) -> bytes:
         if block not in self._open:
             if len(self._open) >= self._most_open:
-                # Close the file that was opened last: the next pass over the segments needs the first files first.
+                # Close the file that was opened last, since the next pass over the segments starts with the first
+                # files.
                 self._open.popitem()[1].close()
             self._open[block] = open_stored(self._folder / _block_file(block), buffering=0)
         file = self._open[block].fileno()

@@ -43,7 +43,7 @@ from sharmill.shar.tar import open_field
 
 # Maximum number of segments named in a message.
 _MOST_NAMED: Final = 3
-# Number of segments of other units that are encoded to find out whether the unit or the device is at fault.
+# Number of segments of other units to encode in order to find out whether the unit or the device is at fault.
 _NUM_PROBES: Final = 16
 # Number of files that a reader keeps open. The segments of a unit are sorted by length, so reading alternates between a
 # few files.
@@ -112,7 +112,8 @@ class StoredReader:
 
 
 def _decode(data: bytes) -> tuple[np.ndarray, int]:
-    # The survey has checked that FLAC data contain a single stream, so a matching MD5 sum proves that it is whole.
+    # The survey has checked that FLAC data contain a single stream, so a matching MD5 sum proves that the stream is
+    # complete.
     if (decoded := decode_flac(data)) is not None and decoded.shape[1] == 1:
         _, _, rate = flac_header(data) or (0, 0, 0)
         return decoded[:, 0], rate
@@ -302,8 +303,8 @@ class EncodeProcessor(AheadProcessor[_StartedUnit]):
             while begun:
                 yield begun[0][0], self._finish_each(*begun.popleft(), segments)
         finally:
-            # If the unit has failed, wait for its batches in the thread, since the next unit needs the clock and the
-            # memory.
+            # If the unit has failed, wait for its batches that the thread is still processing, since the next unit uses
+            # the same clock and memory.
             for _, _, result in begun:
                 with suppress(Exception):
                     result()
@@ -315,7 +316,7 @@ class EncodeProcessor(AheadProcessor[_StartedUnit]):
         result: Callable[[], np.ndarray],
         segments: Sequence[StoredSegment],
     ) -> list[np.ndarray | str]:
-        """Return the results of ``_finish``; retry each failed segment alone, since another one may be the cause."""
+        """Return the results of ``_finish``; retry each failed segment alone, as another segment may be the cause."""
         items = [segments[index] for index in batch.items]
         found = self._finish(batch, items, result)
         if len(items) == 1:

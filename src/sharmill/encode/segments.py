@@ -17,7 +17,7 @@ from sharmill.files.arrays import load_stored_array, publish_array
 from sharmill.files.stored import damaged_file
 from sharmill.shar.places import PLACE
 
-# Place that owns a segment, with its shard; ``field`` is the index of the audio field in the dataset's list.
+# The place that owns a segment, and its shard; ``field`` is the index of the audio field in the dataset's list.
 SEGMENT: Final = np.dtype([("place", PLACE), ("shard", "<u4"), ("field", "<u4")])
 # Number of segments that are sorted by length together: large enough for batches of similar lengths, small enough to
 # keep the segments of a shard close together.

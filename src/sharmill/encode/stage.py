@@ -35,8 +35,8 @@ from sharmill.shar.fields import Field, codec_fields
 from sharmill.shar.index import CodecRecord
 from sharmill.stages.fields import FieldPublication, FieldStage, add_fields, dataset_of
 
-# Number of units to aim for, which is enough work for many ranks. A unit should be much longer than its overhead, but
-# short enough that little is lost if a rank dies.
+# Number of units to aim for, which is enough for many ranks. A unit should be much longer than its overhead, but short
+# enough that little is lost if a rank dies.
 _UNITS_WANTED: Final = 64
 
 
@@ -153,7 +153,7 @@ class CodesPublication(FieldPublication):
 
 
 class BlocksPublication(CodesPublication):
-    """Reservation of the code fields, to which a later round adds the codes."""
+    """Reservation of the code fields; a later round adds the codes to them."""
 
     in_place = False
     counts = "segments"

@@ -98,7 +98,7 @@ def _are_places(notes: Path, shape: tuple[int, int]) -> bool:
 
 
 def require_same_audio(run: StageRun, stage: str) -> None:
-    """Raise ConfigError if a round of ``encode`` is not finished or was run on different audio."""
+    """Raise ConfigError if a round of ``encode`` is not finished, or was run on different audio."""
     run.totals_of(stage)
     identity = load_record(run.run_dir.stage(stage).identity, dict[str, Any])
     if identity.get("input") != dataset_of(run).audio_checksum():
@@ -155,7 +155,7 @@ class SurveyProcessor(Processor):
 
 
 def _survey_file(path: Path, ids: list[str]) -> np.ndarray:
-    """Return the ``PLACE`` records of the items of an audio file.
+    """Return the ``PLACE`` records of the items in an audio file.
 
     Args:
         ids: the ids of the cuts to which the items belong, in order.

@@ -177,12 +177,12 @@ class ModelFamily(ABC):
     """False for a family with a single model, whose name has no target."""
     cross_speaker_similarities: ClassVar[tuple[tuple[float, float], ...]] = ()
     """For speaker encoders: similarities of utterances by different speakers, in increasing order, each with the share
-    of such pairs whose similarity is lower; empty if not measured.
+    of such pairs that have a lower similarity; empty if not measured.
     """
 
     @property
     def min_similarity(self) -> float | None:
-        """Minimum similarity at which a speaker encoder considers two utterances one voice; None if unknown.
+        """Minimum similarity at which a speaker encoder considers two voices to be the same; None if unknown.
 
         Similarities of different encoders are not comparable, so each encoder needs its own threshold.
         """

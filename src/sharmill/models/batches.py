@@ -28,9 +28,11 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# Number of canonical lengths from a power of two to the next. Rounding up to them adds 1 / 45 of padding on average.
+# Number of canonical lengths from a power of two to the next. On average, rounding up to these lengths adds 1 / 45 of
+# padding.
 _LENGTHS_PER_OCTAVE: Final = 16
-# Segments longer than this are divided. The limit is the default size of a batch, and longer than most utterances.
+# Segments longer than this are divided. This limit is the default size of a batch, which is longer than most
+# utterances.
 PIECE_SECONDS: Final = 20.0
 
 
@@ -39,7 +41,7 @@ def padded_batches(lengths: Sequence[float], max_padded: float, *, equal_below: 
 
     Args:
         lengths: the lengths of the items.
-        max_padded: limit for the number of items times the greatest length; a longer item is a batch by itself.
+        max_padded: the limit on the number of items times the greatest length; a longer item is a batch by itself.
         equal_below: items shorter than this are only grouped with items of equal length.
     """
     batches: list[list[int]] = []
@@ -87,7 +89,7 @@ class Batch:
         items: the indices of the items.
         num_frames: the number of frames of each row.
         num_rows: the number of rows; rows beyond the items are silence.
-        as_one_length: True if every row counts as ``num_frames`` long, with silence after shorter items.
+        as_one_length: True if every row counts as ``num_frames`` frames long, with silence after shorter items.
     """
 
     items: list[int]

@@ -40,7 +40,7 @@ class _CausalConv(nn.Module):
 
 
 def _make_encoder(config: dict[str, Any], weights: dict[str, Tensor]) -> nn.Sequential:
-    """Return NeMo's CausalHiFiGANEncoder without residual blocks; maps (batch, 1, samples) to (batch, values, frames).
+    """Return NeMo's CausalHiFiGANEncoder without residual blocks: (batch, 1, samples) -> (batch, values, frames).
 
     Since it is causal, the padding after an item does not affect the item's own frames.
 
@@ -76,8 +76,7 @@ def _quantize(values: Tensor, levels: Tensor) -> Tensor:
     rounded = torch.round(scale * (values + (offset / scale).tan()).tanh() - offset)
     half = levels // 2
     bases = levels.cumprod(1, dtype=torch.int32) // levels
-    # NeMo also divides and multiplies by half, because its codes are fractions. Doing the same keeps the rounding
-    # equal.
+    # NeMo also divides and multiplies by half, because its codes are fractions. Doing the same gives the same rounding.
     return torch.sum((half * (rounded / half) + half) * bases, dim=1).to(torch.int32)
 
 
@@ -90,7 +89,7 @@ class _BuiltinCodec(CodecBackend):
     def __init__(self, config: dict[str, Any], weights: dict[str, Tensor], device: str, decoding: ModelFamily) -> None:
         self._decoding = decoding
         quantizer = config["vector_quantizer"]
-        # Initial weights are random; the caller's random state must not change.
+        # The initial weights are random, but drawing them must not change the caller's random state.
         with torch.random.fork_rng(devices=[]):
             encoder = _make_encoder(config["audio_encoder"], weights)
         self._encoder = encoder.eval().requires_grad_(False).to(device)

@@ -23,7 +23,7 @@ from sharmill.files.regular import open_regular
 
 _CONFIG: Final = "model_config.yaml"
 _WEIGHTS: Final = "model_weights.ckpt"
-# Weights hardly compress, so an archive that unpacks to much more than its size is not a checkpoint, unless it is
+# Weights hardly compress, so an archive whose content is much larger than the archive is not a checkpoint, unless it is
 # small.
 _MAX_RATIO: Final = 4
 _FREE_BYTES: Final = 1 << 30
@@ -171,7 +171,7 @@ def _read_archive(path: Path) -> dict[Any, Any]:
 def _walk(value: Any, key: str) -> Iterator[tuple[str, Any]]:
     """Yield the dotted key and the value of each entry of a configuration, at any depth.
 
-    For a mapping or list, yield "" as its value, or None if it is empty.
+    The value of a mapping or list is yielded as "", or as None if it is empty.
     """
     if isinstance(value, (dict, list)):
         yield key, "" if value else None
@@ -182,7 +182,7 @@ def _walk(value: Any, key: str) -> Iterator[tuple[str, Any]]:
 
 
 def _find_fault(name: str, value: Any) -> str | None:
-    """Return why the value of a key is forbidden, given the last part of the key; None if the value is allowed."""
+    """Return why a value is forbidden; None if it is allowed. ``name`` is the last part of its key."""
     if name == "_target_" or (name in _TARGET_KEYS and isinstance(value, str)):
         if str(value) not in _ALLOWED and not _LAYER.fullmatch(str(value)):
             return "which is not a known part of codecs and speaker models"

@@ -77,7 +77,7 @@ class CodecBackend(CodecSpec, ABC):
 
     def encode(self, audio: Tensor, num_samples: Tensor) -> Tensor:
         """Encode a batch of segments; see ``Codec.encode``."""
-        # ``there`` is the copy of ``num_samples`` on the device, where masks need it.
+        # ``there`` is the copy of ``num_samples`` on the device, which is needed for masks.
         audio, there, num_samples = move_batch(audio, num_samples, self.device)
         num_frames = (num_samples + self.samples_per_frame - 1) // self.samples_per_frame
         max_frames = int(num_frames.max()) if len(num_frames) else 0

@@ -137,7 +137,8 @@ class _PaddedConv:
     def __call__(self, values: Tensor, lengths: Tensor) -> Tensor:
         """Map (batch, inputs, 1, time) to (batch, outputs, 1, time); ``lengths`` (batch,) are the outputs' lengths."""
         after = -values.shape[3] % self._conv.stride if self._is_causal else self._padding
-        # Padding copies, so the activation can work in place. It may follow padding because it maps zero to zero.
+        # Padding makes a copy, so the activation can work in place. It can follow the padding because it maps zero to
+        # zero.
         values = self._activate(functional.pad(values, (self._padding, after, 0, 0), self._mode))
         values = self._conv(values)
         return values if self._is_causal else _Validity.from_lengths(lengths, values).zero_padding(values)
@@ -213,7 +214,7 @@ class _HifiganEncoder(nn.Module):
 
 
 def fit_titanet_to_cpu(model: EncDecSpeakerLabelModel) -> None:
-    """Replace the encoder and attentive pooling of a model by fast CPU versions, unless layers are unknown."""
+    """Replace the encoder and attentive pooling of a model with fast CPU versions, unless a layer is unknown."""
     from nemo.collections.asr.modules import ConvASREncoder
     from nemo.collections.asr.parts.submodules.tdnn_attention import AttentivePoolLayer
 
@@ -297,8 +298,8 @@ class _TitanetEncoder(nn.Module):
 class _AttentivePooling(nn.Module):
     """Replacement for an AttentivePoolLayer.
 
-    The first layer of the attention takes each frame together with the mean and standard deviation of all frames. The
-    terms for mean and deviation are the same for all frames, and are computed only once.
+    The input of the first attention layer is each frame together with the mean and standard deviation of all frames.
+    The terms for mean and deviation are the same for all frames, and are computed only once.
     """
 
     def __init__(self, pooling: AttentivePoolLayer) -> None:
@@ -329,7 +330,7 @@ class _AttentivePooling(nn.Module):
         attended = self._last(self._normalize(attended.relu_()).tanh_())
         if valid.mask is not None:
             attended.masked_fill_(valid.mask == 0, -torch.inf)
-        # Softmax over this transposed view avoids a transposed copy.
+        # Computing the softmax over this transposed view avoids a transposed copy.
         weights = torch.softmax(attended[:, :, 0].transpose(1, 2), 1).transpose(1, 2)[:, :, None]
         return self._statistics(frames, weights)[:, :, 0]
 

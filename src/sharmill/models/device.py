@@ -94,8 +94,8 @@ def make_deterministic() -> None:
 
     Only one thread computes, so that sums do not depend on the number of cores; the other cores have their own ranks.
     cuBLAS gets a workspace of fixed size, without which the results of recurrent layers may differ between runs. The
-    kernel fusion of TorchScript is switched off: it starts after some calls, and would make later results of a rank
-    differ from its first results.
+    kernel fusion of TorchScript is switched off: it starts after some calls, and would then make a rank's later results
+    differ from its first ones.
     """
     import torch
 

@@ -1,7 +1,8 @@
 """Quick checks that a model is on this machine or that its server responds.
 
 A local model is used without contacting a hub. The clients of hubs repeat each request for half a minute, and some
-requests never end. Therefore a single request with a time limit precedes them, which detects an unreachable hub early.
+requests never end. Therefore, a single request with a time limit is made first, so that an unreachable hub is detected
+early.
 """
 
 import threading
@@ -13,7 +14,7 @@ from urllib.parse import urlsplit
 
 from sharmill.errors import ConfigError, one_line
 
-# Time limits in seconds for the request, and for the request with the name lookup, which has no limit of its own.
+# Time limits in seconds: for the request alone, and for the request and the name lookup, which has no limit of its own.
 _ANSWER_SECONDS: Final = 4.0
 _WAIT_SECONDS: Final = 6.0
 
@@ -47,7 +48,7 @@ def require_on_hub(name: str, file: str) -> None:
 
 
 def require_reachable(url: str, name: str, headers: Mapping[str, str] | None = None) -> None:
-    """Raise ConfigError within seconds unless the server of a URL responds; proxies of the environment are used.
+    """Raise ConfigError within seconds unless the server of a URL responds; proxies set in the environment are used.
 
     Args:
         url: any URL on the server.

@@ -23,7 +23,7 @@ from sharmill.models import Codec, SpeakerEncoder
 from sharmill.models.batches import Batch, plan_batches
 from sharmill.models.device import fit_batch_seconds
 
-# After this many failures for lack of memory before any unit is complete, a rank blames the configuration.
+# If this many batches fail for lack of memory before any unit is complete, the rank blames the configuration.
 _UNITS_ALIKE: Final = 2
 # Advice if no batch size helps.
 ELSEWHERE: Final = "the same command does the rest on a device of the same kind with more memory"
@@ -62,7 +62,7 @@ def is_out_of_memory(error: BaseException | None) -> bool:
 
 @dataclass
 class MemoryGuard:
-    """Converts a lack of memory in a rank's batches to an error of the unit, or of the stage if no batch seems to fit.
+    """Turns a lack of memory in a rank's batches into an error of the unit, or of the stage if no batch seems to fit.
 
     The shapes of batches depend on the plan and the configuration, not on the free memory. Batches that do not fit are
     therefore not split here.
@@ -94,7 +94,7 @@ class MemoryGuard:
             FatalError: ``out_of_memory``, if this is not the first such failure and no unit is complete yet.
         """
         if self._left_over:
-            # Free the memory of the failed batch, so that this batch has as much memory as the failed one had.
+            # Free the memory of the previous batch, which failed, so that this batch has just as much memory.
             gc.collect()
             torch = sys.modules.get("torch")
             if torch is not None and torch.cuda.is_initialized():
@@ -308,7 +308,7 @@ def require_room(model: Codec | SpeakerEncoder, device: str, batch_seconds: floa
 
 
 def _shape_in_rows(model: Codec | SpeakerEncoder) -> Callable[[float], Shape]:
-    """Return a function that maps the seconds of a batch to its shape, with rows of about 5 s."""
+    """Return a function that maps the seconds of a batch to its shape, whose rows last about 5 s."""
 
     def shape(seconds: float) -> Shape:
         rows = max(1, round(seconds / _ROW_SECONDS))
@@ -348,15 +348,16 @@ def estimate_bytes_per_second(
     Args:
         model: the model.
         device: the device of the model.
-        shape: a function that maps the seconds of a batch to its shape; by default with rows of about 5 s.
+        shape: a function that maps the seconds of a batch to its shape; by default, the rows of a batch last about
+            5 s.
     """
     shape = shape or _shape_in_rows(model)
     short, long = _TWO_SIZES
     run_noise(model, device, shape(short))  # memory that is allocated only once must not count
     most = measure_peak(lambda: run_noise(model, device, shape(long)), device)
     if device == "cpu":
-        # Memory is allocated in large chunks, so the difference of two peaks is meaningless. The long batch has the
-        # usual size.
+        # Memory is allocated in large chunks, so the difference between two peaks is meaningless. The size of the long
+        # batch is typical.
         return most / long
     least = measure_peak(lambda: run_noise(model, device, shape(short)), device)
     return max(0.0, most - least) / (long - short)

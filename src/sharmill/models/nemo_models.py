@@ -120,7 +120,7 @@ def restore_model(
         class_name: the class of the model, as ``module:name``.
         allow_targets: further names that its configuration may contain; see ``read_nemo_config``.
         parts: prefixes of the submodules that are used, whose weights must all be in the checkpoint. NeMo's codec would
-            replace missing weights by random ones.
+            replace missing weights with random ones.
         optional: submodules to set to None if some of their weights are missing.
 
     Raises:
@@ -277,7 +277,7 @@ class NemoCodecBackend(CodecBackend):
         super().__init__(spec, device)
 
     def _find_min_frames(self, samples_per_frame: int, name: str) -> int:
-        """Return the minimum number of frames, a power of two, for the encoder; mirror padding needs several."""
+        """Return the minimum number of frames, a power of two, for the encoder; mirror padding needs several frames."""
         for num_frames in _TRIED_FRAMES:
             samples = num_frames * samples_per_frame
             try:
@@ -332,7 +332,7 @@ class NemoSpeakerEncoder:
 
     def embed(self, audio: Tensor, num_samples: Tensor) -> Tensor:
         """Embed a batch of utterances; see ``SpeakerEncoder.embed``."""
-        # ``there`` is the copy of ``num_samples`` on the device, where masks need it.
+        # ``there`` is the copy of ``num_samples`` on the device, which is needed for masks.
         audio, there, num_samples = move_batch(audio, num_samples, self.device)
         audio = fit_length(audio, there, max(audio.shape[1], self._min_samples))
         lengths = num_samples.clamp(min=self._min_samples)

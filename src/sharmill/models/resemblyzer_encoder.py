@@ -54,7 +54,7 @@ class _Network(nn.Module):
 
 
 class ResemblyzerEncoder:
-    """The speaker encoder of resemblyzer; equals ``VoiceEncoder.embed_utterance`` except for silence."""
+    """The speaker encoder of resemblyzer, with the results of ``VoiceEncoder.embed_utterance`` except for silence."""
 
     def __init__(self, device: str = "cpu") -> None:
         self.sampling_rate = _SAMPLING_RATE
@@ -138,5 +138,5 @@ def _read_weights() -> dict[str, Tensor]:
     path = Path(str(distribution("resemblyzer").locate_file("resemblyzer/pretrained.pt")))
     refuse((not path.is_file(), f"{path} is missing: run pip install --force-reinstall resemblyzer"), code="bad_model")
     state = torch.load(path, map_location="cpu", weights_only=True)["model_state"]
-    # The checkpoint also contains two scalars of the training loss.
+    # The checkpoint also contains two scalars that belong to the training loss.
     return {name: tensor for name, tensor in state.items() if name.startswith(("lstm.", "linear."))}

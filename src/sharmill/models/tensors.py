@@ -140,8 +140,8 @@ def fit_length(audio: Tensor, num_samples: Tensor, length: int) -> Tensor:
 def find_reach(encode: Callable[[Tensor], Tensor], samples_per_frame: int) -> tuple[int, int] | None:
     """Return how many preceding and following frames an encoded frame depends on; None if the number is unbounded.
 
-    One frame of the input is set to NaN. Sums and products with NaN are NaN whatever the weights are. The frames of the
-    output that are NaN are therefore those that the layers connect with this input frame, for any audio.
+    One frame of the input is set to NaN. Sums and products with NaN are NaN, whatever the weights are. The frames of
+    the output that are NaN are therefore those that the layers connect with this input frame, for any audio.
 
     Args:
         encode: audio (1, samples) -> (1, channels, frames).
@@ -152,12 +152,13 @@ def find_reach(encode: Callable[[Tensor], Tensor], samples_per_frame: int) -> tu
     connected = encode(audio)[0].isnan().any(dim=0).nonzero().flatten().tolist()
     if not connected or connected[0] == 0 or connected[-1] == _REACH_FRAMES - 1:
         return None
-    # The middle frame precedes the last frame that it affects, and follows the first one.
+    # The last frame that the middle frame affects depends on this many preceding frames, and the first one on this many
+    # following frames.
     return max(0, connected[-1] - middle), max(0, middle - connected[0])
 
 
 def unit_embeddings(embeddings: Tensor, audio: Tensor) -> Tensor:
-    """Scale embeddings to length 1, and replace the embeddings of silence by zeros.
+    """Scale embeddings to length 1, and replace the embeddings of silence with zeros.
 
     A network maps all silent utterances to the same vector, so that silence would be the best match for silence. A
     zero vector is similar to nothing.

@@ -57,14 +57,14 @@ def _describe(model: Any, name: str) -> tuple[dict[str, Any], dict[str, Any]]:
     """
     config = model.config
     if config.model_type == "dac":
-        # Its convolutions look in both directions, so only items with equal numbers of frames share a batch.
+        # DAC's convolutions look in both directions, so only items with equal numbers of frames share a batch.
         frame = math.prod(config.downsampling_ratios)
         return {"samples_per_frame": frame, "num_codebooks": config.n_codebooks, "equal_lengths_only": True}, {}
     if config.model_type == "mimi":
         facts = {
             "samples_per_frame": round(config.sampling_rate / config.frame_rate),
             "num_codebooks": config.num_quantizers,
-            # Its attention is causal. If its convolutions are too, padding on the right has no effect.
+            # Mimi's attention is causal. If its convolutions are too, padding on the right has no effect.
             "equal_lengths_only": not config.use_causal_conv,
         }
         return facts, {"num_quantizers": config.num_quantizers}

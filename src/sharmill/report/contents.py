@@ -45,7 +45,7 @@ _TITLES: Final = {
     "bandwidth": ("Bandwidth of targets", "kHz, highest frequency of speech"),
 }
 _OF_AUDIO: Final = frozenset(Sound._fields) | {"context_speech_level", "loudness_difference"}
-# Maximum number of ranks to show individually; for more ranks, the distribution is shown.
+# Maximum number of ranks to show individually; if there are more, their distribution is shown.
 _MOST_RANKS: Final = 40
 _GRID: Final = Markup('<div class="grid2">{}</div>')
 
@@ -120,7 +120,7 @@ def _draw(name: str, found: Histogram, label: str, color: int) -> tuple[Markup, 
     scale = SCALES[name]
     together = math.ceil(len(found.counts) / _MOST_BARS)
     first, counts = _take_together(found, together)
-    # Add empty bins around a small number of bins, whose bars would otherwise be too wide.
+    # If there are only a few bins, add empty bins around them; otherwise, the bars would be too wide.
     wanted = max(0, (_FEWEST_BARS - len(counts)) // 2)
     before, after = min(wanted, first), min(wanted, math.ceil(scale.num_bins / together) - first - len(counts))
     counts = [0] * before + counts + [0] * after
@@ -313,7 +313,7 @@ def _density(found: Histogram) -> list[tuple[float, float]]:
 
 
 def _take_together(found: Histogram, together: int) -> tuple[int, list[int]]:
-    """Merge groups of ``together`` bins; return the number of the first merged bin, and the counts from there on."""
+    """Merge bins in groups of ``together``; return the number of the first merged bin, and the counts from there on."""
     before, after = found.first % together, -(found.first + len(found.counts)) % together
     counts = np.pad(found.counts, (before, after)).reshape(-1, together).sum(axis=1)
     return found.first // together, counts.tolist()

@@ -213,11 +213,11 @@ def _sound_values(sample: DatasetSample, record: DatasetRecord, stored: StoredCu
 
 @dataclass(frozen=True)
 class StageFacts:
-    """Record counts and times of a stage, or of one round of a stage.
+    """Facts about a stage, or about one round of a stage: its counts of records, and its times.
 
     Attributes:
         view: progress and pace.
-        counts: what ``totals`` counts, such as records.
+        counts: the name of what is counted in ``totals``, such as records.
         totals: the totals; None until the stage is finished.
         examples: examples of rejects by reason, each with a sentence and the name of the record.
     """
@@ -295,18 +295,18 @@ class Facts:
 
     @cached_property
     def all_measures(self) -> list[CutMeasures]:
-        """Measures of all cuts of the run, followed by measures of the sample; each only if available."""
+        """Measures of all cuts of the run, followed by measures of the sample; unavailable ones are left out."""
         found = (self.run.measures if self.run else None, self.sample.measures if self.sample else None)
         return [measures for measures in found if measures is not None]
 
     @property
     def measures(self) -> CutMeasures | None:
-        """Measures of all cuts if available, otherwise of the sample; None without either."""
+        """Measures of all cuts if available, otherwise those of the sample; None if there are none."""
         return next(iter(self.all_measures), None)
 
     @property
     def sound(self) -> CutMeasures | None:
-        """Measures that include audio: from the run if available, otherwise from the sample; None without either."""
+        """Measures that include audio: from the run if available, otherwise from the sample; None if there are none."""
         return next((measures for measures in self.all_measures if measures.has_sound), None)
 
     @property
@@ -317,12 +317,12 @@ class Facts:
 
     @property
     def origin_of_run(self) -> str:
-        """Phrase that names the cuts that the numbers from the run directory cover."""
+        """Phrase for the cuts that are covered by the numbers from the run directory."""
         return "the cuts of this run, a part of the dataset" if self.has_other_cuts else "all cuts"
 
     @property
     def origin(self) -> str:
-        """Phrase that names the cuts that ``measures`` covers."""
+        """Phrase for the cuts that are covered by ``measures``."""
         if self.run is not None and self.run.measures is not None:
             return self.origin_of_run
         return self.sample.describe() if self.sample else "nothing"

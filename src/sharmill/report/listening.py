@@ -41,7 +41,7 @@ _WAVE_COLUMNS: Final = 100
 # Colours of the spectrogram from dark to bright, the same in both themes.
 _PALETTE: Final = ((13, 17, 43), (59, 31, 107), (140, 41, 99), (221, 81, 58), (252, 165, 53), (252, 244, 190))
 
-# Values of a player for the template: role, audio and pictures as ``data:`` URLs, and length before shortening.
+# The template's values for a player: role, audio and pictures as ``data:`` URLs, and length before shortening.
 _Clip = dict[str, Any]
 
 
@@ -102,7 +102,7 @@ def make_listening(facts: Facts) -> Markup | None:
     size = left_out = 0
     for pair in facts.sample.pairs:
         try:
-            # Decode codes only for random pairs, since all other pairs were chosen for reasons unrelated to codes.
+            # Decode codes only for random pairs, since the other pairs were chosen for reasons unrelated to codes.
             clips = list(_clips(pair.stored, facts.record, decoders if RANDOM in pair.reasons else []))
         except (DamagedShard, RejectRecord) as error:
             problems.append(f"{pair.stored.cut.get('id')}: {error}")

@@ -1,6 +1,6 @@
 """The HTML page with all sections of the report, in one self-contained file.
 
-Writing the page is the last step of a run; an error while writing it does not fail the run.
+Writing the page is the last step of a run; an error in writing it does not fail the run.
 """
 
 import base64
@@ -40,7 +40,7 @@ def make_page(facts: "Facts") -> str:
     made = [(section, content) for section in sections if (content := section.make(facts)) is not None]
     templates = files("sharmill.report").joinpath("templates")
     scripts = [templates.joinpath(name).read_text() for name in _SCRIPTS]
-    # The browser runs only scripts with these digests, even if untrusted text were to become an HTML element.
+    # The browser runs only scripts with these digests, even if untrusted text became an HTML element.
     digests = [base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts]
     html = render(
         "page.html", facts=facts, sections=made, style=Markup(templates.joinpath("page.css").read_text()),
@@ -109,7 +109,7 @@ def report_on_run(config: Config, stages: Sequence[StageRun], *, decode: bool) -
     try:
         size = write_page(read_run_facts(config, stages, models, decode=decode), path)
     except Exception as error:
-        # The data of the run are complete, so no error of the report may fail the run.
+        # The data of the run are complete, so an error in the report must not fail the run.
         reason = str(error)
         if not isinstance(error, SharmillError):
             log.warning("the report could not be written", exc_info=True)

@@ -1,4 +1,4 @@
-"""Formatting of numbers and texts for the report."""
+"""Formatting of numbers and text for the report."""
 
 import re
 from typing import Final

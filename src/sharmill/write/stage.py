@@ -283,7 +283,7 @@ class WriteProcessor(Processor):
 
 
 def _parts(utterance: Utterance) -> dict[str, tuple[Segment, str]]:
-    """Return each segment of an utterance with the id of its Recording, by audio field."""
+    """Return, by audio field, each segment of an utterance and the id of its Recording."""
     parts = {TARGET_AUDIO: (utterance.segment, utterance.cut_id)}
     if (context := utterance.context) is not None:
         segment = context.segment
@@ -294,7 +294,7 @@ def _parts(utterance: Utterance) -> dict[str, tuple[Segment, str]]:
 def _store_all(
     audio: SegmentsOnce[bytes, StoredAudio], utterance: Utterance
 ) -> dict[str, tuple[Item, StoredAudio]] | RejectRecord:
-    """Return each item of an utterance with its audio's properties, by audio field, or the reason for rejecting it.
+    """Return, by audio field, each item of an utterance and its audio's properties; or the reason for rejecting it.
 
     All segments are fetched even after an error, since ``SegmentsOnce`` counts their uses.
     """

@@ -31,7 +31,7 @@ def main(manifest: str, audio_root: str, output: Path) -> int:
     for stage, outcome in result.stages:
         if outcome.totals is not None:
             print(f"{stage.name}: {outcome.totals.num_in} records in, {outcome.totals.num_out} out")
-    report = result.report  # from the stage validate; None if an earlier stage has failed units
+    report = result.report  # the report of the stage validate; None if units of an earlier stage have failed
     return 0 if report is not None and not report.errors else 1
 
 

@@ -6,7 +6,7 @@ SPEECH is a folder with ``manifest.json`` and ``audio/``. CODEC is a model as in
 or ``nemo:model.nemo``. This needs ``pip install 'sharmill[codec-quality]'``. The output is a Markdown table of means
 over the utterances:
 
-- STOI: intelligibility, from 0 to 1 (pystoi, without its extended variant). PESQ: quality, from 1 to 4.6 (wide band).
+- STOI: intelligibility, from 0 to 1 (pystoi, standard variant). PESQ: quality, from 1 to 4.6 (wide band).
 - Mel: mean difference of 80 logarithmic mel bands (25 ms windows every 10 ms), in dB.
 - Voice: cosine similarity of resemblyzer embeddings of the original and the decoded utterance.
 - Used and entropy: share of used codes, and bits per code, averaged over the codebooks.
@@ -78,7 +78,7 @@ def code(codec: Codec, audio: np.ndarray, measured: Measured) -> np.ndarray | No
 
 
 def code_with_opus(audio: np.ndarray) -> np.ndarray:
-    """Encode and decode audio (samples,) at RATE with Opus, in the mode that it provides for telephone calls."""
+    """Encode and decode audio (samples,) at RATE with Opus, in its mode for telephone calls."""
     stream = io.BytesIO()
     with av.open(stream, "w", format="ogg") as container:
         output = container.add_stream("libopus", rate=RATE, bit_rate=OPUS_BIT_RATE, layout="mono",
@@ -96,7 +96,7 @@ def code_with_opus(audio: np.ndarray) -> np.ndarray:
 
 
 def mel_distance(original: np.ndarray, decoded: np.ndarray) -> float:
-    """Return the mean difference in dB between the mel bands of two signals (samples,), limited to -80 dB or more."""
+    """Return the mean difference in dB between the mel bands of two signals (samples,), with a floor of -80 dB."""
     filters = melscale_fbanks(257, 0.0, RATE / 2, 80, RATE)
     spectra = [
         torch.stft(torch.from_numpy(item), 512, 160, 400, window=torch.hann_window(400), return_complex=True).abs().T

@@ -32,7 +32,7 @@ class FolderSource(Source):
     audio_suffix: str = ".wav"
 
     def identity(self) -> dict[str, Any]:
-        """Return the facts that the records depend on; a run is refused if they have changed."""
+        """Return the facts on which the records depend; a run is refused if these facts have changed."""
         listing = "\n".join(f"{path} {path.stat().st_size}" for path in self._files())
         return {"files": checksum_bytes(listing.encode())}
 

@@ -196,7 +196,7 @@ def count_targets(batch: Mapping[str, Any]) -> tuple[int, int]:
 
 
 def _spectrum(audio: Tensor) -> Tensor:
-    """Return the logarithmic spectrum (frames, bins) of samples (frames, samples of a frame)."""
+    """Return the logarithmic spectrum (frames, bins) of samples (frames, samples per frame)."""
     # torch refuses a Fourier transform of an empty tensor.
     bins = torch.fft.rfft(audio).abs() if len(audio) else audio[:, : audio.shape[1] // 2 + 1]
     return bins.log1p()
@@ -235,7 +235,7 @@ def parallelize(model: SpeechLM, mesh: DeviceMesh, config: TrainConfig) -> None:
         mesh["dp", "tp"]._flatten()
     dtype = torch.bfloat16 if config.precision == "bf16" else None
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=None if dtype is None else torch.float32)
-    # FSDP2 gathers each block separately, then embeddings and heads together.
+    # FSDP2 gathers each block separately, and the embeddings and heads together.
     for module in (*model.transformer.blocks, model):
         sharded = fully_shard(module, mesh=mesh["dp"], mp_policy=policy)
         sharded.set_gradient_divide_factor(1.0)
@@ -267,7 +267,7 @@ def _divide_layers(transformer: Transformer, mesh: DeviceMesh, sequence_parallel
             "blocks.*.feed_forward_norm": SequenceParallel(),
             "norm": SequenceParallel(),
         }
-    # All ranks have equal weights, so none are sent.
+    # All ranks have equal weights, so no weights need to be sent.
     parallelize_module(transformer, mesh, plan, src_data_rank=None)
     if sequence_parallel:
         whole = PrepareModuleOutput(output_layouts=Shard(1), desired_output_layouts=Replicate())

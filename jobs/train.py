@@ -141,7 +141,7 @@ class Training:
         # If every job reads the data from the start, adding the step to the seed changes the order of the data.
         self.data = make_data(config, world.mesh, seed=self.seed + (0 if config.resumable else self.step))
         if config.validation is not None:
-            # Unusable data should fail now, not hundreds of steps later.
+            # Unusable data should be detected now, not hundreds of steps later.
             next(validation_batches(config, world.mesh), None)
         # All ranks need the same weights before each keeps only its shard.
         torch.manual_seed(self.seed)
@@ -158,7 +158,7 @@ class Training:
         self.curves = TrainingCurves(config, self.step) if world.rank == 0 else None
 
     def _seed(self, record: dict[str, Any] | None) -> int:
-        """Return the seed of the training, which its checkpoints store if there are any."""
+        """Return the seed of the training, which is stored in its checkpoints, if there are any."""
         if record is None:
             drawn = self.world.gather(secrets.randbits(31))[0]
             return drawn if self.config.seed is None else self.config.seed
@@ -310,7 +310,7 @@ class Training:
         }
 
     def _save(self) -> None:
-        # Ranks along tp read the same data, so one state of each group suffices.
+        # Ranks along tp read the same data, so the state of one rank per group suffices.
         data = self.data.merge(self.world.gather(self.data.state_dict())[:: self.config.tensor_parallel])
         self.saved_at = time.monotonic()
         record = {

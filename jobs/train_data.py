@@ -35,7 +35,7 @@ def make_data(config: TrainConfig, mesh: DeviceMesh, *, seed: int) -> "ExactData
 
 
 def data_kind(config: TrainConfig) -> str:
-    """Return the kind of data; a position in the data is valid only for the same kind."""
+    """Return the kind of data; a position in the data is valid only for data of the same kind."""
     return "without loader" if config.loader is None else f"loader and resumable: {str(config.resumable).lower()}"
 
 

@@ -27,7 +27,7 @@ from sharmill.files.atomic import make_folder, publish_directory, remove_at_once
 from sharmill.files.checksums import checksum
 from sharmill.files.locks import FolderLock
 
-# Time limit for getting the lock, because the previous job may still be exiting.
+# How long to wait for the lock, since the previous job may still be exiting.
 _LOCK_WAIT_SECONDS = 5.0
 
 

@@ -187,7 +187,7 @@ def hide_secrets(text: str) -> str:
 
 
 class SharmillError(Exception):
-    """Base of all errors that sharmill raises on purpose; the message is one line for the user.
+    """Base class of all errors that sharmill raises on purpose; the message is one line for the user.
 
     Args:
         message: the problem and its remedy.

@@ -496,7 +496,7 @@ def records_checksum(path: Path) -> str:
 
 
 def read_lines_at(path: Path, offsets: np.ndarray) -> list[bytes]:
-    """Read the lines that start at the byte ``offsets``, in the order of ``offsets``.
+    """Read the lines that start at these byte offsets, in the order of ``offsets``.
 
     Raises:
         FatalError: the file ends before an offset, so it has changed since the offsets were computed.

@@ -72,7 +72,7 @@ class RowFile:
             raise UnreadableRows(f"its rows cannot be read: {one_line(error)}") from error
 
     def audio_bytes(self, column: str) -> str | None:
-        """Return the name of a column's bytes for ``read``, such as ``audio.bytes``; None if there are no bytes."""
+        """Return the name that ``read`` takes for a column's bytes, such as ``audio.bytes``; None if there are none."""
         from pyarrow import types
 
         kind = self.schema.field(column).type

@@ -1,7 +1,8 @@
 """Checks that the header of an audio file covers all audio in the file.
 
-libsndfile trusts headers. This module compares the header of each container that libsndfile reads with the file, and
-reads the audio only if necessary. Tags, padding and metadata chunks after the audio do not count as audio.
+libsndfile trusts headers. For each container that libsndfile reads, this module compares the header with the rest of
+the file, and reads the audio only if necessary. Tags, padding and metadata chunks after the audio do not count as
+audio.
 """
 
 import re

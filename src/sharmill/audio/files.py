@@ -63,7 +63,7 @@ def probe(path: str | Path, *, whole: bool = False) -> AudioInfo:
 def probe_bytes(data: bytes | memoryview, name: str = "audio data") -> AudioInfo:
     """Read the header of an audio file in memory, as ``probe`` does; ``name`` appears in errors."""
     num_samples, channels, rate = flac_header(data) or (0, 0, 0)
-    # If the FLAC header is plausible, open no decoder, which would take ten times as long.
+    # If the FLAC header is plausible, do not open a decoder, which would take ten times as long.
     if 0 < num_samples <= len(data) * MAX_SAMPLES_PER_BYTE and MIN_SAMPLING_RATE <= rate <= MAX_SAMPLING_RATE:
         return AudioInfo(rate, num_samples, channels, "flac")
     with open_bytes(AudioBytes(name, data)) as recording:

@@ -43,7 +43,7 @@ def has_unstated_flac(data: bytes, num_samples: int) -> bool:
 
 
 def decode_flac(data: bytes) -> np.ndarray | None:
-    """Return the int16 samples (num_samples, channels) of a FLAC; None unless it has 16 bits and the stated MD5 sum.
+    """Return the int16 samples (num_samples, channels) of a FLAC; None unless it has 16 bits and its MD5 sum is right.
 
     dr_flac needs 70 % of the time of libFLAC, which libsndfile uses. dr_flac skips damaged parts, so the MD5 sum of the
     samples is compared with the stated one.

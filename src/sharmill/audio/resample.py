@@ -85,7 +85,7 @@ def resample(audio: np.ndarray, from_rate: int, to_rate: int, resampling: Resamp
     finally:
         torch.set_num_threads(num_threads)
     length = resampled_length(len(audio), from_rate, to_rate)
-    if len(resampled) < length:  # torchaudio's length is computed in float32, and too short above about 2**24
+    if len(resampled) < length:  # torchaudio's float32 length is too short above about 2**24 samples
         return np.pad(resampled, (0, length - len(resampled)), mode="reflect")
     return resampled[:length]
 

@@ -161,7 +161,7 @@ class AudioRoot:
         return self.names[-1]
 
     def _join(self, relative: str) -> str:
-        # With pathlib, this line would take a tenth of the time to check a record.
+        # With pathlib, this line would take a tenth of the time that it takes to check a record.
         return os.path.join(self.path, relative)  # noqa: PTH118
 
     def holds(self, absolute: str) -> bool:
@@ -267,7 +267,7 @@ class AudioRoots:
         elif self.roots[number].absolute_only:
             raise RejectRecord("outside_root", "the audio path is relative, and its source has audio_root: null")
         elif len(numbers) > 1:
-            # Do not request URLs: the choice of a root must not depend on the files that exist there at this moment.
+            # Do not request URLs: the choice of a root must not depend on which files exist there at the moment.
             number = next((n for n in numbers if self.roots[n].has(relative)), number)
         found = self.roots[number]
         found.check_inside(relative)
@@ -320,7 +320,7 @@ class AudioRoots:
         return root.path / relative
 
     def real_name(self, segment: Segment) -> str:
-        """Return a name of a segment's recording that does not depend on links and roots."""
+        """Return a name for a segment's recording that depends neither on links nor on roots."""
         path = self.roots[segment.root].name_of(segment.file)
         return path if segment.member is None else f"{path}\0{segment.member.start}"
 

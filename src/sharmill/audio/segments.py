@@ -85,7 +85,7 @@ class SegmentAudio:
     def content(self) -> int:
         """A hash of the sampling rate and the samples, which are rounded to 16 bits.
 
-        It is equal for copies of the audio in other files, lossless formats and positions.
+        Copies of the audio have the same hash, even in other files, in other lossless formats or at other positions.
         """
         rounded = self.samples
         if rounded.dtype != np.int16:

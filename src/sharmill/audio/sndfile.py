@@ -71,7 +71,7 @@ class SndfileDecoder(Decoder):
             self.demuxer = "mp3" if num_samples > sound.frames or len(self.starts) > 1 else ""
         elif kind == "OGG" and not is_plain_ogg(source.read, source.size, sound.samplerate):
             self.demuxer = "ogg"
-        # Converting 16-bit samples to floats takes libsndfile several times as long.
+        # libsndfile takes several times as long if it converts 16-bit samples to floats.
         self._dtype = "int16" if subtype == "PCM_16" else "float32"
         # The length of an Ogg file comes from its last page, so it cannot be wrong by much.
         is_bounded = not exact and kind not in ("OGG", "FLAC")
@@ -107,7 +107,7 @@ class SndfileDecoder(Decoder):
         return found
 
     def check_end(self) -> None:
-        """Raise RejectRecord for faults that libsndfile ignores: an early end, lost Ogg pages, or unstated audio."""
+        """Raise RejectRecord for faults that libsndfile ignores: an early end, lost Ogg pages, or excess audio."""
         name = self._source.name
         if self._sound.format == "OGG":
             stream = self._source.read()

@@ -194,7 +194,7 @@ def _read_merged(
 
 
 def _replaced_keys(overrides: Iterable[tuple[str, str]]) -> Iterator[str]:
-    """Yield the keys of a file to set to null, because an override sets a mutually exclusive key."""
+    """Yield the keys of a file that must be set to null because an override sets a mutually exclusive key."""
     given: dict[str, Any] = {}
     for key, text in overrides:
         value = _parse_override(key, text)
@@ -496,7 +496,7 @@ def _parse_override(key: str, text: str) -> Any:
 
 
 def _without_null(kind: Any, value: Any = None) -> Any:
-    """Return the dataclass or list type in a union that fits a value; return any other type unchanged."""
+    """From a union, return the dataclass or list type that fits a value; return any other type unchanged."""
     if get_origin(kind) not in (Union, types.UnionType):
         return kind
     parts = get_args(kind)

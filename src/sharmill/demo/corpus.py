@@ -143,7 +143,7 @@ class _Defect:
         path: path of the file, relative to the audio root; ``{0}`` is replaced by the speaker.
         samples: function that changes the samples before they are written; None if no file is written.
         content: function that changes the bytes of the file.
-        keys: function that returns keys of the record that differ from a good record.
+        keys: function that returns the keys in which the record differs from a good record, with their values.
     """
 
     path: str

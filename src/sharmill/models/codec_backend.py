@@ -23,7 +23,7 @@ _MIN_DECODED_FRAMES = 16
 
 @dataclass(eq=False, kw_only=True)
 class CodecSpec:
-    """Facts about a codec; further fields are documented in the ``Codec`` protocol.
+    """Facts about a codec; the other fields are documented in the ``Codec`` protocol.
 
     Args:
         name: the name of the model in messages.

@@ -33,7 +33,7 @@ class _UnknownLayer(Exception):
 
 def _channels_last(values: Tensor) -> Tensor:
     """Return values (batch, channels, time) as (batch, channels, 1, time) with channels contiguous in memory."""
-    # With one channel, both layouts are valid. The transpositions give the tensor the strides of the right one.
+    # With one channel, both layouts are valid. The transpositions give the tensor the strides of the wanted layout.
     return values.transpose(1, 2).contiguous().transpose(1, 2)[:, :, None]
 
 

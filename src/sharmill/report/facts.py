@@ -185,9 +185,9 @@ def _read_cuts(
 def _measure_cuts(
     sample: DatasetSample, record: DatasetRecord, codecs: Sequence[CodecRecord], cuts: Iterable[StoredCut]
 ) -> None:
-    """Add measures of the audio of cuts, and count the codes of their targets."""
+    """Add the audio measures of cuts, and count the codes of their targets."""
     for stored in cuts:
-        # Put empty rows before the row, so that its index is the number of the cut in the shard.
+        # Add empty rows before the row, so that its index equals the number of the cut in the shard.
         rows: list[dict[str, float]] = [{}] * stored.number + [_sound_values(sample, record, stored)]
         sample.measures.add(CutMeasures.from_rows(rows, stored.shard))
         for codec in codecs:
@@ -201,7 +201,7 @@ def _measure_cuts(
 
 
 def _sound_values(sample: DatasetSample, record: DatasetRecord, stored: StoredCut) -> dict[str, float]:
-    """Return the audio measures of a cut; leave out and count unreadable audio."""
+    """Return the audio measures of a cut; unreadable audio is left out and counted."""
     sounds: dict[bool, Sound] = {}
     for name in record.audio_fields:
         item = stored.items.get(name)

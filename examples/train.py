@@ -54,8 +54,7 @@ def main(dataset: str, checkpoint: Path, steps: int) -> None:
         state = torch.load(checkpoint, weights_only=True)
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
-        # Pass the states of all ranks, and do so before creating the loader.
-        data.load_state_dict(merge_loader_states([state["data"]]))
+        data.load_state_dict(merge_loader_states([state["data"]]))  # pass all ranks' states, before creating the loader
     loader = StatefulDataLoader(data, batch_size=None)
     for batch in itertools.islice(loader, steps):
         loss = model(batch)

@@ -1,4 +1,4 @@
-"""Write a Shar for NeMo's speech-to-speech models from conversations with a recording of each side.
+"""Convert conversations with separately recorded sides to a Shar for NeMo's speech-to-speech models.
 
 python examples/conversations.py MANIFEST OUTPUT
 

@@ -310,7 +310,7 @@ class Training:
         }
 
     def _save(self) -> None:
-        # Ranks along tp read the same data, so the state of one rank per group suffices.
+        # Ranks of a tensor-parallel group read the same data, so one state per group suffices.
         data = self.data.merge(self.world.gather(self.data.state_dict())[:: self.config.tensor_parallel])
         self.saved_at = time.monotonic()
         record = {

@@ -222,7 +222,7 @@ class Checkpoints:
                 remove_at_once(path)
 
     def _check(self, files: dict[str, Any]) -> None:
-        """Raise ConfigError on every rank if a file has changed; each rank checks a part of the files."""
+        """Raise ConfigError on every rank if a file has changed; each rank checks its share of the files."""
         assert self._newest is not None
         damaged = ""
         for name, facts in sorted(files.items())[self._world.rank :: self._world.size]:

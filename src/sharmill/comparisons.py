@@ -1,4 +1,4 @@
-"""Comparisons of named values with constants, such as ``dnsmos_ovrl > 3``: the filters of records and of cuts."""
+"""Comparisons of named values with constants, such as ``dnsmos_ovrl > 3``, which filter records and cuts."""
 
 import math
 import operator
@@ -76,7 +76,7 @@ def parse_where(text: str) -> list[Comparison]:
         if not joint:
             return found
     raise ConfigError(
-        f"where: {text!r} is not valid from {text[position:][:40]!r} on: compare columns with numbers or quoted "
+        f"where: {text!r} cannot be parsed from {text[position:][:40]!r} on: compare columns with numbers or quoted "
         "texts, and join comparisons with 'and', as in \"dnsmos_ovrl > 3 and bandwidth >= 7.5\"",
         code="bad_config_value",
     )

@@ -25,7 +25,7 @@ TEXT_KEYS: Final = ("text", "normalized_text", "tts_text", "tts_text_normalized"
 MAX_BEYOND: Final = 0.1
 # Decimal digits of times in seconds, as in lhotse.
 TIME_DIGITS: Final = 8
-# Longer lines are rejected, since their records would pass through all stages into the dataset.
+# Longer lines are rejected, since every stage and the dataset would have to carry such a large record.
 MAX_RECORD_BYTES: Final = 16 << 20
 _MAX_LINE_BYTES: Final = 64 << 20
 # If a record's JSON is larger than this, its reject stores only a part of the record.

@@ -107,8 +107,8 @@ class Registry:
             return entry.load()
         except ImportError as error:
             raise ConfigError(
-                f"the {self.kind} {name!r} cannot be imported: {describe_import_error(error)}; or add its folder to "
-                "PYTHONPATH",
+                f"the {self.kind} {name!r} cannot be imported: {describe_import_error(error)}; if the module "
+                "is your own, add its folder to PYTHONPATH",
                 code="missing_package",
             ) from error
         except Exception as error:  # a module of another package may raise any exception

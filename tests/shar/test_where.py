@@ -84,8 +84,8 @@ def test_what_has_no_value_or_another_type_does_not_meet_it(dataset, where, numb
     [
         ("scor > 1", "unknown_field", "did you mean 'score'"),
         ("voice > 1", "unknown_field", "no column 'voice'"),
-        ("score >", "bad_config_value", "is not valid from 'score >' on"),
-        ("score > 1 and", "bad_config_value", "is not valid from"),
+        ("score >", "bad_config_value", "cannot be parsed from 'score >' on"),
+        ("score > 1 and", "bad_config_value", "cannot be parsed from"),
         ("score > 1 or score < 0", "bad_config_value", "join comparisons with 'and'"),
         ("__import__('os')", "bad_config_value", "comparisons"),
     ],

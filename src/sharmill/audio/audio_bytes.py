@@ -33,7 +33,7 @@ class AudioBytes:
         self._data = bytes(data) if isinstance(data, (bytes, bytearray, memoryview)) else data
         self._start = start
         self._head = head
-        # Decoders may read a whole file through its descriptor, but they would not respect the limits of a range.
+        # Decoders get a descriptor only for a whole file, since they would read beyond the limits of a range.
         self.descriptor = None if isinstance(self._data, bytes) or size is not None else self._data.fileno()
         if size is None:
             size = len(self._data) if isinstance(self._data, bytes) else os.fstat(self._data.fileno()).st_size

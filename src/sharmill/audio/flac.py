@@ -31,8 +31,8 @@ def has_another_flac(data: bytes) -> bool:
 
 def has_unstated_flac(data: bytes, num_samples: int) -> bool:
     """Return True if a FLAC has more than ``num_samples`` samples."""
-    # In a copy whose header states no number of samples, libsndfile can seek beyond the end that was stated, provided
-    # that samples follow there.
+    # If the header lacks the number of samples, libsndfile can seek beyond the end that the header stated, provided
+    # that more samples follow there.
     unstated = data[:21] + bytes((data[21] & 0xF0,)) + bytes(4) + data[26:]
     try:
         with sf.SoundFile(io.BytesIO(unstated)) as sound:

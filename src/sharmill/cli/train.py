@@ -42,8 +42,8 @@ class _NemoStyleCommand(click.Command):
             found, args = several.parse_known_args(args)
             if len(found.langs) != len(found.tokenizer):
                 raise click.UsageError(
-                    f"--langs has {len(found.langs)} values and --tokenizer {len(found.tokenizer)}: use the same "
-                    "number for both, and put SOURCE before them or after another option",
+                    f"--langs has {len(found.langs)} values, but --tokenizer has {len(found.tokenizer)}: use the same "
+                    "number of values for both. Put SOURCE first, since words after these options are read as values",
                     ctx,
                 )
             args += [f"--tokenizer={'='.join(pair)}" for pair in zip(found.langs, found.tokenizer, strict=True)]

@@ -460,7 +460,7 @@ class _Answers(NamedTuple):
     """A message from a feeder.
 
     Attributes:
-        parts: parts of the results of its bundle's tasks.
+        parts: parts of the results of tasks in the feeder's current bundle.
         current: the number of the current task; all tasks before it are done. None if the whole bundle is done.
         failure: an error and its traceback, which apply to all finished tasks without an error of their own.
         cpu_seconds, memory_mb: processor time since the start of the feeder, and its peak memory.

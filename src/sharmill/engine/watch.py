@@ -18,8 +18,8 @@ from sharmill.engine.unit import Unit
 from sharmill.errors import SharmillError
 from sharmill.files.shared_disk import VisibilityTimeout
 
-# If the leader is missing, supervisors wait for times that differ by this many seconds, so that they do not all try to
-# lead at once.
+# If the leader is missing, supervisors stagger their waits by this many seconds, so that they do not all try to lead at
+# once.
 _SECONDS_APART = 0.1
 
 

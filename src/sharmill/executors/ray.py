@@ -92,9 +92,9 @@ class RayExecutor(ConfiguredExecutor):
         relative = [f"{key} is {path!r}" for key, path in paths.items() if not Path(path).is_absolute()]
         if relative and _is_in_copy():
             raise ConfigError(
-                f"{', '.join(relative)}, but a Ray job runs in a copy of the working directory that is removed "
-                "afterwards: use absolute paths on a file system that all nodes share, or name the folder to which "
-                "relative paths refer with `jobs/ray_job.py --root DIR`",
+                f"{', '.join(relative)}: relative paths cannot be used, since a Ray job runs in a temporary copy of "
+                "the working directory; use absolute paths on a file system that all nodes share, or pass --root DIR "
+                "to jobs/ray_job.py to resolve them against DIR",
                 code="bad_config_value",
             )
 

@@ -287,14 +287,14 @@ class _Child:
 class Supervisor:
     """Runs ranks of a stage on devices of this machine until the stage has ended.
 
-    The supervisor is the parent process of the ranks. It follows them by their exit statuses and by their reports
-    through a pipe.
+    The supervisor is the parent process of the ranks. It monitors them through their exit statuses and the
+    reports that they send through a pipe.
 
     Attributes:
         watcher: follows the stage, and may become its leader.
         devices: the devices of the ranks, by rank number.
-        job_seconds: the time limit of this job, None if there is none.
-        beat_seconds: the longest time between two looks at the stage, in seconds.
+        job_seconds: the time limit of this job; None if there is none.
+        beat_seconds: the longest time between two checks of the stage, in seconds.
     """
 
     watcher: Watcher

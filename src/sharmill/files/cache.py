@@ -95,7 +95,9 @@ class Cache:
 
     @classmethod
     def of_run(cls, run_dir: str, cache_dir: str | None, gib: float) -> Cache:
-        """Return the cache of a run: in ``cache_dir``, which runs may share, or, without it, in the run directory."""
+        """Return the cache of a run: in ``cache_dir``, which several runs may share, or in the run directory if it is
+        None.
+        """
         if cache_dir is None:
             return replace(cls.at(Path(run_dir) / "copies", gib), is_of_run=True)
         return cls.at(cache_dir, gib, scope=os.path.realpath(run_dir))

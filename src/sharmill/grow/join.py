@@ -174,8 +174,8 @@ def require_distinct_ids(parts: Sequence[SourceDataset]) -> None:
             if cut_id in seen:
                 where = f"in {seen[cut_id]} and in {part.directory}" if seen[cut_id] != part.directory else ""
                 raise ConfigError(
-                    f"duplicate cut {cut_id}: {where or f'in {part.directory}'}; every cut of a dataset needs its own "
-                    "id: leave one of the datasets out, or rebuild one without these records",
+                    f"duplicate cut {cut_id}: {where or f'in {part.directory}'}; cut ids must be "
+                    "unique within a dataset: leave one of the datasets out, or rebuild one without these records",
                     code="duplicate_cut",
                 )
             seen[cut_id] = part.directory

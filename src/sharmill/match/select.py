@@ -375,7 +375,7 @@ def _best_candidates(
 
 
 def _mover(units: Any) -> Callable[[NDArray[Any]], Any]:
-    """Return a function that moves numpy arrays to the device of the embeddings if these are a tensor."""
+    """Return a function that moves numpy arrays to the device of the embeddings; no change if these are an array."""
     if not _is_tensor(units):
         return lambda array: array
     from torch import from_numpy

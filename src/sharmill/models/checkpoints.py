@@ -68,7 +68,7 @@ _TARGET_KEYS: Final = ("_target_", "target", "cls")
 # Maximum sizes of mel filter banks. The banks are made outside torch, where the limit on layers does not apply.
 _MAX_BANDS: Final = {"n_fft": 1 << 16, "features": 1 << 12, "n_mels": 1 << 12, "mel_dim": 1 << 12}
 _PATH: Final = re.compile(r"(nemo:)?([/~]|\.\.?/|.*(/\.\.|://))|.*\$\{", re.DOTALL)
-# The name of a file in the same folder that is not hidden; checksums ignore hidden files.
+# Matches a file name without folders that is not hidden; checksums ignore hidden files.
 _PLAIN_NAME: Final = re.compile(r"[^./\\][^/\\]*")
 TRANSFORMERS_TYPES: Final[tuple[str, ...]] = ("dac", "encodec", "mimi")
 _ADAPTER: Final = "adapter_config.json"

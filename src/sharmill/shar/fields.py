@@ -24,7 +24,7 @@ CONTEXT_UNALIGNED: Final = "context_audio_unaligned"
 # The attribute in which the reader stores a cut's position in the order of all epochs.
 POSITION: Final = "shar_position"
 
-# The duration of a cut in seconds, which conditions can compare like a column.
+# Name of the duration of a cut in seconds, which conditions can use like a column.
 DURATION: Final = "duration"
 
 # The fields of a dataset with contexts; see ``base_fields``.

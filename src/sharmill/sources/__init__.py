@@ -330,7 +330,7 @@ class FileSource(Source):
         return self.find(self.file_key)
 
     def identity(self) -> dict[str, Any]:
-        """Return the size and checksum of each file by key, number and name, and check that the files are readable."""
+        """Return the size and checksum of each file, by key, number and name; check that the files are readable."""
         self.check()
         keys = [key for key in self.file_keys if self.named(key)]
         return {key: identify_files(self.find(key), self.digests.get(key, "whole")) for key in keys}

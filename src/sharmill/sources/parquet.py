@@ -110,7 +110,7 @@ class ParquetSource(ContainerSource, RunSource, ColumnSource):
                 yield from self.entries(*span, with_audio=False)
 
     def entries(self, place: list[Any], begin: int, end: int, *, with_audio: bool = True) -> Iterator[RawRecord]:
-        """Yield the records of rows in a row group; without ``with_audio``, omit the location of the audio."""
+        """Yield the records of rows in a row group; if ``with_audio`` is False, omit the location of the audio."""
         number, group = place
         file = self.files[number]
         path, container = local(file), None

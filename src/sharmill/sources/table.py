@@ -188,8 +188,8 @@ class TableSource(LineSource, EncodedSource, ColumnSource):
                             or (self.quotes is None and any(self.delimiter in cell for cell in over_lines))
                         ):
                             raise csv.Error(
-                                "a quoted cell spans lines, and may have swallowed rows; set the source's key quotes "
-                                "to false if quotes are ordinary characters, or to true if such cells are correct"
+                                "a quoted cell spans several lines and may have swallowed rows; set quotes: false in "
+                                "the source if quotes are ordinary characters, or quotes: true if such cells are right"
                             )
                         begin = stream.tell()
                         if row := self._check_row(cells):

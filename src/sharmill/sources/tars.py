@@ -427,7 +427,9 @@ class _SampleSource(RunSource, EncodedSource):
         return lru_cache(maxsize=1)(open_audio)
 
     def audio_of(self, sample: _TarSample) -> TarMember:
-        """Return the audio of a sample; raise RejectRecord unless it has exactly one and no suffix occurs twice."""
+        """Return the audio of a sample; raise RejectRecord unless there is exactly one audio member and no suffix
+        occurs twice.
+        """
         ends = [suffix for suffix, _ in sample.members]
         again = next((suffix for suffix in ends if ends.count(suffix) > 1), "")
         audio = [(suffix, member) for suffix, member in sample.members if suffix in self.suffixes]

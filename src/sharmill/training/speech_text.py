@@ -214,7 +214,7 @@ class ContextSpeechDataset(torch.utils.data.Dataset[Batch]):
         return _padded(TARGET_AUDIO, "target_audio_lens", samples, multiple=per_frame, at_least=round(seconds * rate))
 
     def _contexts(self, cuts: list[MonoCut]) -> Batch:
-        """Return a slice of each context and, if requested, the same seconds as audio at 16 kHz."""
+        """Return a slice of each context and, if requested, 16 kHz audio of the same time span."""
         if (codec := self._codec_of(cuts, CONTEXT_CODES, CONTEXT_AUDIO)) is not None:
             drawn = [self._draws.draw_codes(cut, codec) for cut in cuts]
             rows = _same_codebooks([row for _, row in drawn], cuts)

@@ -126,8 +126,8 @@ def tokenize(
     if isinstance(tokenizers, Mapping):
         if language is None or language not in tokenizers:
             raise ConfigError(
-                f"there is no tokenizer for the language {language!r} of cut {cut_id!r}: add one to "
-                f"{', '.join(tokenizers)}",
+                f"there is no tokenizer for the language {language!r} of cut {cut_id!r}: add one (only "
+                f"{', '.join(tokenizers)} have one)",
                 code="bad_tokenizer",
             )
         tokenizers = tokenizers[language]

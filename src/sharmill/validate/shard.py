@@ -237,7 +237,10 @@ def _check_items(shard: Shard, contents: dict[str, list[Any]]) -> Iterator[Findi
 
 
 def _find_clipped(shard: Shard, cuts: list[dict[str, Any]], stats: dict[str, float]) -> Iterator[Finding]:
-    """Count the items that were clipped in writing, as recorded in their cuts; yield a finding for each large share."""
+    """Count the items that were clipped when they were written, as recorded in their cuts.
+
+    Yield a finding for each item with a large share of clipped samples.
+    """
     for cut in cuts:
         values = cut_values(cut)
         for field, name in CLIPPED_KEYS.items():

@@ -76,8 +76,8 @@ def test_a_refused_request_is_reported_at_once_and_once(cluster, submit, capfd):
 
 
 NOT_AVAILABLE = "Requested node configuration is not available"
-RANK = "each rank of toy asks for --cpus-per-task=1 --mem=4096M --time=240, from"
-DRIVER = "each driver job (stages.driver) asks for --cpus-per-task=1 --mem=4096M --time=240, from"
+RANK = "each rank of toy requests --cpus-per-task=1 --mem=4096M --time=240, from"
+DRIVER = "each driver job (stages.driver) requests --cpus-per-task=1 --mem=4096M --time=240, from"
 
 
 @pytest.mark.parametrize(

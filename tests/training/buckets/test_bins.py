@@ -230,7 +230,7 @@ def test_languages_as_the_script_of_nemo_takes_them(many):
 
 def test_languages_without_as_many_tokenizers_are_refused(many):
     told = run_sharmill("bins", "--tokenizer", "bytes", "--langs", "en", many.dataset, status=2).stderr
-    assert "--langs has 2 values and --tokenizer 1: use the same number for both, and put SOURCE before them" in told
+    assert "--langs has 2 values, but --tokenizer has 1: use the same number of values for both." in told
 
 
 def manifest(path, durations, text="a b", **keys):

@@ -52,7 +52,7 @@ def test_the_example_of_text_in_python(nemo_data, caplog):
     assert [len(batch) for batch in batches] == [4, 4, 4]
     assert Letters().ids_to_text(batches[0][0].input_ids) == batches[0][0].text
     assert [record.message for record in caplog.records if "prompt_format" in record.message] == [
-        "prompt_format is not set: using plain to count the tokens of type txt"
+        "prompt_format is not set: using plain to count the tokens of entries of type txt"
     ]
 
 

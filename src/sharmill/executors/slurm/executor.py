@@ -417,7 +417,7 @@ class SlurmExecutor(Executor):
             options = " ".join(self.profile.arguments(self.ranks_of(stage, role)))
             source = self.profile_file or "the defaults: give a profile of this cluster with --profile"
             raise FatalError(
-                f"SLURM refuses the jobs: {said}; {job} asks for {options}, from {source}", code="jobs_refused"
+                f"SLURM refused the jobs: {said}; {job} requests {options}, from {source}", code="jobs_refused"
             ) from error
 
     def _submitter(self, stage: StageRun, role: queue.Role, behind: Sequence[str] = ()) -> Any:

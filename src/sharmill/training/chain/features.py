@@ -21,7 +21,8 @@ LABEL_PADDING: Final = -1
 
 
 def decode_wav(example: Mapping[str, Any], channel: Channel = None) -> dict[str, Any]:
-    """Decode ``wav``, a path or the bytes of a file, into ``waveform``, float32 (1, samples), and ``sample_rate``.
+    """Decode ``wav`` (a path or the bytes of a file) into ``waveform`` (float32, shape (1, samples)) and
+    ``sample_rate``.
 
     If the example has ``end``, only the part from ``start`` to ``end`` seconds is decoded. The format is detected from
     the content: all formats of libsndfile, and AAC, WMA and similar formats through FFmpeg.

@@ -46,7 +46,7 @@ from sharmill.sources.files import open_lines
 from sharmill.training.nemo.entries import TYPES, texts_in
 from sharmill.training.nemo.stores import copied, is_stored, refuse_command, version_of
 
-# Matches the names of numbered tars other than audio_N.tar, in which NeMo would not find the number.
+# Matches the names of numbered tars that are not called audio_N.tar; NeMo would not find the number in such names.
 _TAR_NAME: Final = re.compile(r"(?<![^/])(?!audio[^/]*_\d)[^/]*?(\d+)\.tar$")
 # Matches NeMo's names for segments of a file in a tar.
 _SEGMENT: Final = re.compile(r"^(.+)-sub\d+(\.\w+)?$")

@@ -202,7 +202,7 @@ def check_batches(section: Settings) -> None:
     holds = {type_of(entry).holds: entry.get("type") for entry in entries_of(section)}
     if "text" in holds and in_tokens and prompt is None:
         prompt = section["prompt_format"] = "plain"
-        log.warning("prompt_format is not set: using plain to count the tokens of type %s", holds["text"])
+        log.warning("prompt_format is not set: using plain to count the tokens of entries of type %s", holds["text"])
     if prompt is not None:
         resolve_format(prompt, "prompt_format")
     limit, duration = "batch_tokens" if in_tokens else "batch_duration", "token_equivalent_duration"

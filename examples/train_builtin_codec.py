@@ -2,10 +2,10 @@
 
 python examples/train_builtin_codec.py SPEECH OUT.nemo [--from WEIGHTS.nemo] [--max-steps 20000] [--minutes 70]
 
-SPEECH is a folder with ``manifest.json`` and ``audio/``; about 50 minutes of many voices suffice. The espeak-ng voices
-of ``sharmill demo`` are added. 30 held-out voices select the checkpoint.
+SPEECH is a folder with ``manifest.json`` and ``audio/``; about 50 minutes of speech from many voices are enough. The
+espeak-ng voices of ``sharmill demo`` are added. The checkpoint is selected on 30 held-out voices.
 
-The weights are averaged over the last steps, and stored in 16 bits whenever they are the best so far. ``--from`` starts
+The weights are averaged over the last steps, and saved in 16 bits whenever they are the best so far. ``--from`` starts
 another run, with its own warm-up, from such weights. The learning rate falls to zero at the last step or when
 ``--minutes`` are over. Two runs on the same machine produce the same weights only without ``--minutes``.
 """

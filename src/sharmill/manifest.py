@@ -365,7 +365,7 @@ def parse_speaker_tag(tag: str) -> SpeakerTag:
 
 
 def tagged_speaker(tag: str) -> str:
-    """Return the speaker in a tag; tags in the form that sharmill writes are not parsed completely.
+    """Return the speaker in a tag. To save time, tags in the form that sharmill writes are not fully parsed.
 
     Raises:
         RejectRecord: as for ``parse_speaker_tag``.

@@ -36,9 +36,9 @@ SILENT_PEAK: Final = 1e-3
 # float recordings. Floats with the values of 16-bit (or larger) integers exceed this peak unless they are silent
 # (SILENT_PEAK * 32768 = 33). Samples in integer formats never exceed 1.
 _HIGHEST_PEAK: Final = 16.0
-# Maximum bytes of pictures and notes, in addition to the samples, in a file that is copied as a whole.
+# Maximum size in bytes of pictures and notes, beyond the samples, in a file that is copied as a whole.
 _MAX_FILE_BYTES: Final = 64 << 20
-# Maximum bytes of data kept in memory: rows of Parquet files, and results for segments.
+# Maximum size in bytes of data kept in memory: rows of Parquet files, and results for segments.
 _SPOOLED_BYTES: Final = 64 << 20
 # Size of a second of float32 samples at 16 kHz, the input of speaker encoders.
 _BYTES_PER_SECOND: Final = 64_000

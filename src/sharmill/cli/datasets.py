@@ -427,7 +427,7 @@ def manifest(sources: tuple[str, ...], output: str, workers: int | Literal["auto
     echo(f"{made.path}: {totals.num_out} records, {describe_cost(totals.hours * 3600, records=False)}")
     if totals.rejects:
         listed = ", ".join(f"{reason} {count}" for reason, count in sorted(totals.rejects.items()))
-        echo(f"rejects: {totals.num_rejected}: {listed} (see {rejects})")
+        echo(f"rejects: {totals.num_rejected} ({listed}); see {rejects}")
     echo_all([*totals.notes, f"audio root: {made.root} (see {made.beside(INFO)})"])
     print_json({
         "ok": True, "totals": totals, "manifest": str(made.path), "rejects": str(rejects),

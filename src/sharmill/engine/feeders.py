@@ -278,7 +278,7 @@ class Feeders(Generic[Task, Result]):
     def _refused(self, what: str, why: str) -> DeviceError:
         host = socket.gethostname()
         return DeviceError(
-            f"a process that decodes audio {what} on {host} ({why or 'it ends at once'}): see the log of the rank, and "
+            f"a process that decodes audio {what} on {host} ({why or 'it exited at once'}): see the rank's log, and "
             "raise the limits on processes (ulimit -u), open files (-n) and memory (-v), or lower executor.feeders",
             place=host,
             code="setup_failed",

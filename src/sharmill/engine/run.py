@@ -60,7 +60,7 @@ def reserved(run_dir: RunDir, stages: Sequence[StageRun], *, restart: bool, rele
     """
 
     def end() -> None:
-        # Other processes of the run still need the reservation; the last of them releases it.
+        # If other processes of the run still need the reservation, the last of them releases it.
         if releases and not find_workers(run_dir):
             release(stages)
 

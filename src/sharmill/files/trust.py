@@ -22,11 +22,12 @@ def anybody_may_write_to(folder: Path) -> bool:
 
 
 def owned_by_other_user(status: os.stat_result, folder: Path) -> bool:
-    """Return True if a file or folder belongs to another user who is not trusted with its parent folder.
+    """Return True if a file or folder belongs to another user who is not trusted to write to its parent folder.
 
     The owner of the parent folder and users who may write to it through its group are trusted, so that several users
-    can work on one run. In a folder of this user to which nobody else may write, another user's file is trusted, since
-    it was created when others could write. Another user's folder is not, since its owner may add links.
+    can work on one run. If only this user may write to the parent folder, another user's file in it is trusted too: this
+    user must have let others write when it was created. Another user's folder is not trusted, since its owner can still
+    add links to it.
 
     Args:
         status: status of the file or folder.

@@ -167,10 +167,10 @@ def log_padding(stats: Sequence[Mapping[str, Any]], done: str) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Pieces:
-    """The division of long segments for a codec.
+    """The division of long segments into pieces for a codec.
 
     Args:
-        length: the number of frames in a piece, which is equal for all pieces, so that any codec can batch them.
+        length: the number of frames in each piece; all pieces have the same length, so that any codec can batch them.
         before: the number of preceding frames on which the codes of a frame depend.
         after: the number of following frames on which the codes of a frame depend.
     """

@@ -152,8 +152,8 @@ def find_reach(encode: Callable[[Tensor], Tensor], samples_per_frame: int) -> tu
     connected = encode(audio)[0].isnan().any(dim=0).nonzero().flatten().tolist()
     if not connected or connected[0] == 0 or connected[-1] == _REACH_FRAMES - 1:
         return None
-    # The last frame that the middle frame affects depends on this many preceding frames, and the first one on this many
-    # following frames.
+    # The frames that depend on the middle frame are now NaN. The last of them shows how many preceding frames a frame
+    # depends on, and the first of them shows how many following frames.
     return max(0, connected[-1] - middle), max(0, middle - connected[0])
 
 

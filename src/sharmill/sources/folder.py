@@ -15,7 +15,7 @@ from sharmill.errors import ConfigError, RejectRecord, refuse
 from sharmill.sources import EncodedSource, RunSource, UnreadableRecord
 from sharmill.sources.files import decode_text, expand_home, read_small
 
-# Texts are read completely; a larger file is not the text of an utterance.
+# Maximum size of a text file, which is read completely. A larger file cannot be the text of an utterance.
 _MAX_TEXT_BYTES: Final = 1 << 20
 _AUDIO_SUFFIXES: Final = (
     *(".wav", ".flac", ".mp3", ".ogg", ".opus", ".aiff", ".aif", ".sph", ".au"),

@@ -572,7 +572,7 @@ def is_requeued(patience: float) -> bool:
 
 
 def job_comment(run_dir: RunDir, role: queue.Role) -> str:
-    """Return the comment that identifies jobs of a run directory; ``new`` stands for the id in scripts for display."""
+    """Return the comment that identifies jobs of a run directory, with ``new`` if the directory has no id yet."""
     return f"sharmill:{run_dir.read_id() or 'new'}:{role}"
 
 

@@ -377,8 +377,8 @@ def merge_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     wanted = Counter(f"{index} of {count}" for index in range(count))
     if odd := sorted({**(wanted - found), **(found - wanted)}):
         raise ConfigError(
-            "merge the states of all parts of one reader, each exactly once: "
-            f"part {odd[0]} is missing, occurs twice, or belongs to a reader with another number of parts",
+            f"part {odd[0]} is missing, occurs twice, or belongs to a reader with a different number of parts: "
+            "merge the states of all parts of one reader, each exactly once",
             code="wrong_state",
         )
     merged = Progress(

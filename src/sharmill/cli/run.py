@@ -223,7 +223,7 @@ def read_redo_report(path: str | None, configs: Sequence[Config], *, restart: bo
         code="bad_usage",
     )
     report = read_report(Path(path))
-    # Reports of earlier versions have an internal name for the step that writes codes to shards; use the stage's name.
+    # Reports of earlier versions have an internal name for the step that writes codes to shards.
     names = {name: display_name(current_name(name)) for name in sorted({unit.stage for unit in report.units_to_repeat})}
     units = {msgspec.structs.replace(unit, stage=names[unit.stage]) for unit in report.units_to_repeat}
     return msgspec.structs.replace(report, units_to_repeat=sorted(units))

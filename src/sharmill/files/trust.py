@@ -25,9 +25,9 @@ def owned_by_other_user(status: os.stat_result, folder: Path) -> bool:
     """Return True if a file or folder belongs to another user who is not trusted to write to its parent folder.
 
     The owner of the parent folder and users who may write to it through its group are trusted, so that several users
-    can work on one run. If only this user may write to the parent folder, another user's file in it is trusted too: this
-    user must have let others write when it was created. Another user's folder is not trusted, since its owner can still
-    add links to it.
+    can work on one run. If only this user may write to the parent folder, another user's file in it is trusted too,
+    since this user must have let others write when it was created. Another user's folder is not trusted, since its
+    owner can still add links to it.
 
     Args:
         status: status of the file or folder.

@@ -122,7 +122,7 @@ def _inline_files(settings: Settings) -> None:
 def read_train_settings(path: str | Path, section: str = "train_ds") -> Settings:
     """Read a loader's settings from a YAML file.
 
-    The settings are read from ``section`` at one of its usual places in NeMo's recipes. If there is no such section, the
+    The settings are read from ``section`` at one of its usual places in NeMo recipes. If there is no such section, the
     whole file is used.
 
     Raises:

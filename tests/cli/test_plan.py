@@ -37,3 +37,12 @@ def test_of_what_is_done_there_is_one_line(call, config):
     first, *others = call("plan", config)[1].splitlines()
     assert first.endswith(": nothing left to do for prepare")
     assert [line for line in others if line.startswith("prepare")] == []
+
+
+def test_other_input_in_the_same_run_directory_is_refused(call, config, tmp_path):
+    assert call("run", config, "prepare", "executor.workers=1")[0] == 0
+    other = write_lines(tmp_path / "other.json", [make_record(offset=0.5, duration=0.25)])
+    status, _, err = call("plan", config, f"sources.0.manifest={other}")
+    assert (status, "prepare was started with other settings, inputs or versions" in err) == (2, True)
+    # As `run` refuses it.
+    assert call("run", config, "prepare", f"sources.0.manifest={other}")[0] == 2

@@ -139,6 +139,8 @@ def print_plan(
         try:
             units, done = read_or_preview_units(stage)
         except ConfigError as error:
+            if error.code == "changed_plan":
+                raise
             if is_shown and error.code in _EARLIER_OUTPUT_MISSING and not verbose:
                 waiting.append(name)
             elif is_shown:

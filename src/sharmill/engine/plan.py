@@ -114,30 +114,47 @@ def read_or_make_plan(stage: StageRun, *, restart: bool = False) -> tuple[StageR
     run_id = stage.run_dir.make_id()
     restart = restart or stage.dir.replan.exists()
     require_own_output(stage)
-    identity = stage.declaration.identity(stage)
-    if stage.kind not in STAGES.own and stage.kind in STAGES.names():
-        # The stage comes from a plug-in, whose version affects the output.
-        identity |= {"package": STAGES.version(stage.kind)}
-    # Convert the identity to the form in which it is read back: JSON has no tuples, and the keys are sorted.
-    identity = stage.options.references.identify(identity, step_of(stage.kind))
-    identity = msgspec.json.decode(msgspec.json.encode(identity, order="sorted"))
+    identity = identify(stage)
     if stage.dir.identity.exists() and not restart:
-        changes = find_changes(load_record(stage.dir.identity, dict[str, Any]), identity)
-        if not changes:
+        if is_plan_current(stage, identity):
             return stage.with_plan(stage.dir.read_token()), stage.dir.read_units()
-        # A new plan loses no work if all records were rejected so far.
-        has_output_records = any(commit.num_out for commit in iterate_ledger(stage.dir))
-        if has_output_records and not _is_cheap_to_replan(stage):
-            raise ConfigError(
-                f"{stage.name} was started with other settings, inputs or versions in {stage.run_dir.path}: "
-                f"{'; '.join(changes[:4])}. Restore them, choose another run_dir, or start the stage over with "
-                "--restart",
-                code="changed_plan",
-            )
     elif not restart and _is_planned(stage):
         # Another node has made the plan, but this node had not seen it until now.
         return read_or_make_plan(stage, restart=False)
     return _freeze(stage, identity, run_id)
+
+
+def identify(stage: StageRun) -> dict[str, Any]:
+    """Return everything that the output of a stage depends on, in the form in which it is stored.
+
+    Raises:
+        ConfigError: the configuration or an input cannot be used.
+    """
+    identity = stage.declaration.identity(stage)
+    if stage.kind not in STAGES.own and stage.kind in STAGES.names():
+        # The stage comes from a plug-in, whose version affects the output.
+        identity |= {"package": STAGES.version(stage.kind)}
+    # JSON has no tuples, and the keys are sorted.
+    identity = stage.options.references.identify(identity, step_of(stage.kind))
+    found: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(identity, order="sorted"))
+    return found
+
+
+def is_plan_current(stage: StageRun, identity: dict[str, Any]) -> bool:
+    """Return True if the stored plan of a stage was made with this identity, and False if it can be replaced.
+
+    Raises:
+        ConfigError: the plan has another configuration, input or version, and replacing it would lose work.
+    """
+    changes = find_changes(load_record(stage.dir.identity, dict[str, Any]), identity)
+    # A new plan loses no work if all records were rejected so far.
+    if changes and any(commit.num_out for commit in iterate_ledger(stage.dir)) and not _is_cheap_to_replan(stage):
+        raise ConfigError(
+            f"{stage.name} was started with other settings, inputs or versions in {stage.run_dir.path}: "
+            f"{'; '.join(changes[:4])}. Restore them, choose another run_dir, or start the stage over with --restart",
+            code="changed_plan",
+        )
+    return not changes
 
 
 def _is_cheap_to_replan(stage: StageRun) -> bool:

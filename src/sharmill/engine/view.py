@@ -12,7 +12,7 @@ from typing import Final
 from sharmill.engine.attempts import host_of
 from sharmill.engine.fence import require_own_output
 from sharmill.engine.notes import Notes
-from sharmill.engine.plan import counts, read_ledger
+from sharmill.engine.plan import counts, identify, is_plan_current, read_ledger
 from sharmill.engine.progress import RankProgress, in_order
 from sharmill.engine.stage import StageRun, is_main
 from sharmill.engine.unit import Commit, Totals, Unit, add_up
@@ -307,11 +307,12 @@ def read_or_preview_units(stage: StageRun, *, restart: bool = False) -> tuple[li
         restart: ignore an existing plan, because the stage will be restarted.
 
     Raises:
-        ConfigError: the stage cannot be planned, for instance because the stage before it is not finished.
+        ConfigError: the stage cannot be planned, for instance because the stage before it is not finished, or its plan
+            has another configuration, input or version.
     """
     require_own_output(stage)
-    stage.declaration.identity(stage)
-    if stage.dir.units.exists() and not restart:
+    identity = identify(stage)
+    if stage.dir.units.exists() and not restart and is_plan_current(stage, identity):
         units = stage.dir.read_units()
         return units, read_ledger(stage.dir, units)
     with tempfile.TemporaryDirectory(prefix="sharmill-plan-") as folder:

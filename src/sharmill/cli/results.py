@@ -110,7 +110,8 @@ def print_report(report: Report, json_file: str | None = None) -> None:
     """
     shown = (name for name in report.checked if name.startswith("cuts without "))
     names = [*(name for name in _SHOWN_COUNTS if name in report.checked), *shown]
-    checked = ", ".join(f"{report.checked[name]:,.0f} {name}" for name in names)
+    counts = ((report.checked[name], name) for name in names)
+    checked = ", ".join(f"{count:,.0f} {name.removesuffix('s') if count == 1 else name}" for count, name in counts)
     if not report.findings:
         echo("validation: no findings", style="green")
     else:

@@ -161,5 +161,5 @@ def test_a_segment_cut_for_the_device_has_the_codes_of_the_whole(project, make_c
 def test_a_segment_too_long_for_the_codec_is_named_with_a_remedy(make_config, codec, monkeypatch):
     monkeypatch.setattr(codec, "find_reach", lambda: None)
     (failure,) = encode(make_config(1.0, 70.0), codec).failures.values()
-    for part in ("its 70 s do not fit", "all other units continue", "a device with more memory"):
+    for part in ("its 70 s do not fit", "all other units continue", "a device of the same kind with more memory"):
         assert part in failure.message

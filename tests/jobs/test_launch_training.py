@@ -106,7 +106,7 @@ def test_a_refusal_names_the_command(
     (tmp_path / "bin/sbatch").write_text("#!/bin/sh\necho 'not available' >&2\nexit 1\n")
     assert launch_training.main(["-n", "1", "--sbatch=--partition=big", str(config)]) == 2
     error = capsys.readouterr().err
-    assert "not available; sbatch --parsable --nodes=1 --mem=64G --partition=big " in error
+    assert "not available; the command was: sbatch --parsable --nodes=1 --mem=64G --partition=big " in error
     assert error.count("\n") == 1
 
 

@@ -183,7 +183,7 @@ def test_a_wait_for_validation_data_ends(speech, tmp_path, train, monkeypatch, c
     monkeypatch.setattr("train.validation_batches", lambda *_: next(found))
     example = make_example(tmp_path, "stuck", speech, validation=str(speech), validate_every=1, data_timeout=5)
     assert train(example) == 2
-    assert "got no batch in data_timeout: 5 seconds" in capsys.readouterr().err
+    assert "got no batch within 5 seconds (data_timeout)" in capsys.readouterr().err
 
 
 def falls(example, name, count=5):

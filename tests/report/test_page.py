@@ -220,7 +220,7 @@ def test_a_page_of_another_users_run_shows_its_own_dataset(reported, call, tmp_p
     ("name", "change", "reason"),
     [
         ("dataset.json", lambda text: text.replace('"format_version": 1', '"format_version": 99'), "version 99"),
-        ("shards.jsonl", None, "there is no shards.jsonl"),
+        ("shards.jsonl", None, "it has no shards.jsonl"),
     ],
 )
 def test_a_run_page_explains_a_missing_dataset(reported, call, tmp_path, name, change, reason):

@@ -124,7 +124,7 @@ class CodecBackend(CodecSpec, ABC):
         """Return the audio (samples,) of codes (codebooks, frames)."""
         low, high = int(codes.min()), int(codes.max())
         if low < 0 or high >= self.codebook_size:
-            raise ValueError(f"codes range from {low} to {high}, but the codebook has {self.codebook_size} entries")
+            raise ValueError(f"codes range from {low} to {high}, outside the codebook of {self.codebook_size} entries")
         missing = _MIN_DECODED_FRAMES - codes.shape[1]
         if missing > 0:
             codes = torch.cat([codes, codes[:, -1:].expand(-1, missing)], dim=1)

@@ -18,10 +18,10 @@ _OPERATORS: Final[dict[str, Callable[[Any, Any], bool]]] = {
     ">": operator.gt,
 }
 _NUMBER: Final = r"[+-]?(?:(?:\d[\d_]*\.?\d*|\.\d+)(?:[eE][+-]?\d+)?|(?i:inf))"
-_RIGHT_SIDE: Final = re.compile(rf"\s*(<=|>=|==|!=|<|>)\s*({_NUMBER})\s*")
-_CONDITION: Final = re.compile(
-    rf"\s*([^\W\d]\w*)\s*(<=|>=|==|!=|<|>)\s*(?:({_NUMBER})|'([^']*)'|\"([^\"]*)\")\s*(and\b|$)"
-)
+# The longer symbols come first in the table, so that "<=" is not taken for "<".
+_SYMBOL: Final = "|".join(_OPERATORS)
+_RIGHT_SIDE: Final = re.compile(rf"\s*({_SYMBOL})\s*({_NUMBER})\s*")
+_CONDITION: Final = re.compile(rf"\s*([^\W\d]\w*)\s*({_SYMBOL})\s*(?:({_NUMBER})|'([^']*)'|\"([^\"]*)\")\s*(and\b|$)")
 
 
 @dataclass(frozen=True)

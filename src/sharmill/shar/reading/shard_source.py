@@ -302,6 +302,11 @@ class _ForeignShardSource(CutSource):
         return ShardFiles(found.index, cuts, chosen, self._counts.get(shard), lines=lines)
 
 
+def _attribute_of(name: str, known: Field | None) -> str:
+    """Return the attribute of a cut that a stored field fills; if only its name is known, the name of its folder."""
+    return known.attribute if known else name.rpartition("/")[2]
+
+
 def _find_columns(
     directory: Location, stored: Mapping[str, Field | None], conditions: Sequence[Comparison]
 ) -> dict[str, str]:
@@ -310,7 +315,7 @@ def _find_columns(
     Raises:
         ConfigError: the dataset has no such column.
     """
-    columns = {known.attribute if known else name: name for name, known in stored.items()
+    columns = {_attribute_of(name, known): name for name, known in stored.items()
                if name != CUTS and (known is None or known.kind == "value")}  # fmt: skip
     names = dict.fromkeys(one.key for one in conditions if one.key != DURATION)
     if unknown := [name for name in names if name not in columns]:
@@ -324,14 +329,11 @@ def _find_columns(
 def _choose(
     directory: Location, stored: Mapping[str, Field | None], fields: Sequence[str] | None, codec: str | None
 ) -> dict[str, str]:
-    """Return, for each wanted attribute of the cut, the name of the stored field that fills it.
-
-    If only the name of a field is known, as for another tool's field, its attribute is named after its folder.
-    """
+    """Return, for each wanted attribute of the cut, the name of the stored field that fills it."""
     available: dict[str, list[str]] = {}
     for name, known in stored.items():
         if name != CUTS:
-            available.setdefault(known.attribute if known else name.rpartition("/")[2], []).append(name)
+            available.setdefault(_attribute_of(name, known), []).append(name)
     codecs = sorted({found for choices in available.values() for field in choices if (found := codec_of_field(field))})
     if codec is not None and codec not in codecs:
         raise ConfigError(

@@ -183,7 +183,7 @@ def test_the_checker_accepts_and_counts_them_at_every_level(made, tmp_path):
     assert "validation: no findings" in said
     level = ("--deep", "--recheck-codes", "1", "validate.against_sources=true")
     done = run_sharmill("validate", config, *level, "--json", tmp_path / "report.json")
-    assert "1 cuts without codes_nan/target_codes" in done.stdout
+    assert "1 cut without codes_nan/target_codes" in done.stdout
     checked = json.loads((tmp_path / "report.json").read_text())["checked"]
     assert (checked["cuts without codes_nan/context_codes"], checked["records found as cuts"]) == (1, 6)
 

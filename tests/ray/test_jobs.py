@@ -115,7 +115,7 @@ class TestJobs:
         with submit(working_dir, "all", config, start=partial(subprocess.Popen, stdout=log, stderr=log)) as waiting:
             wait_until(lambda: (owner := lock_owner(tmp_path / "run")) is not None and "Ray job" in owner.job)
             done = run_sharmill("cancel", tmp_path / "run")
-            assert "ended: " in done.stdout
+            assert "stopped: " in done.stdout
             waiting.wait(60)
         assert lock_owner(tmp_path / "run") is None
         assert not (tmp_path / "dataset/dataset.json").exists()

@@ -1,5 +1,6 @@
 """Printed results: the summary of a run on one dataset, and the report of the checker."""
 
+import re
 from collections import Counter
 from pathlib import Path
 from typing import Final
@@ -30,6 +31,7 @@ _SHOWN_COUNTS: Final = (
     "shards", "cuts", "items clipped in writing", "files", "bytes", "items decoded", "seconds decoded",
     "segments encoded again", "codes compared", "codes that differ",
 )  # fmt: skip
+_PLURAL: Final = re.compile(r"s\b")
 _ACCOUNTS: Final = ("records found as cuts", "records found among the rejects", "records not found")
 
 
@@ -111,7 +113,8 @@ def print_report(report: Report, json_file: str | None = None) -> None:
     shown = (name for name in report.checked if name.startswith("cuts without "))
     names = [*(name for name in _SHOWN_COUNTS if name in report.checked), *shown]
     counts = ((report.checked[name], name) for name in names)
-    checked = ", ".join(f"{count:,.0f} {name.removesuffix('s') if count == 1 else name}" for count, name in counts)
+    # Each name begins with its noun: one cut without codes, two cuts without codes.
+    checked = ", ".join(f"{count:,.0f} {_PLURAL.sub('', name, 1) if count == 1 else name}" for count, name in counts)
     if not report.findings:
         echo("validation: no findings", style="green")
     else:

@@ -42,13 +42,13 @@ sharmill run configs/librispeech.yaml match.min_duration=5 sources.0.audio_root=
 Paths are relative to the current directory of the command. References such as `${oc.env:HOME}` are resolved by
 OmegaConf. Unknown keys, and values of a wrong type or out of range, end the command before any work; the message names
 the file, the key and the nearest name. `resolved_config.yaml` in the run directory stores the configuration of a run,
-with unresolved references, because the environment may contain secrets.
+with unresolved references.
 """
 SOURCES_OF_ALL_TYPES = """\
 Each list item has these keys and the keys of its type.
 """
 OPTIONS = """\
-These keys are in addition to `{key}`. Model families of other packages have their own keys.
+These keys are in addition to `{key}`.
 """
 EXECUTOR = "These keys are in addition to the common keys of `executor`."
 STAGE = "Stage {}: see below."

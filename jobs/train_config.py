@@ -93,8 +93,7 @@ class TrainConfig:
     tensorboard: bool = False
     """Write TensorBoard curves of losses, speed and waiting to ``tensorboard/``."""
     wandb_project: str | None = None
-    """Project of Weights & Biases for the same curves, with all jobs in one run; ``null`` logs nothing. Without a
-    network, ``WANDB_MODE=offline`` stores them in ``wandb/`` for ``wandb sync``."""
+    """Project of Weights & Biases for the same curves, with all jobs in one run; ``null`` logs nothing."""
     wandb_name: str | None = None
     """Name of the run in Weights & Biases; by default the name of ``out_dir``."""
     progress_seconds: NotNegative = 10.0

@@ -237,11 +237,10 @@ class Config:
     """Rule that determines speaker groups: a preset (``speaker``, ``librispeech``, ``libritts``, ``librittsDevClean``,
     ``hifitts``, ``hifitts2``, ``nvyt2505``, ``rivaLindyRodney``, ``rivaEmmaMeganSeanTom``, ``jhsdGtc20Amp20Keynote``,
     ``all``), or a regular expression with named groups that is searched for in ``audio_filepath``, such as
-    ``'^(?P<speaker>[^/]+)/(?P<session>[^/]+)/'``. ``speaker`` and regular expressions are case-sensitive (``S1`` and
-    ``s1`` are two speakers); the other presets are published rules that ignore case."""
+    ``'^(?P<speaker>[^/]+)/(?P<session>[^/]+)/'``. ``speaker`` and regular expressions are case-sensitive; the other
+    presets are published rules that ignore case."""
     append_to: str | None = None
-    """Finished dataset that ``sharmill append`` adds the new shards to. Records that it already contains are rejected
-    as ``already_there``, which does not count towards ``max_reject_fraction``."""
+    """Finished dataset that ``sharmill append`` adds the new shards to."""
     max_reject_fraction: Share = 0.5
     """Stop a stage if more than this fraction of its records is rejected."""
     cache_dir: str | None = None

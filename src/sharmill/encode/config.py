@@ -18,15 +18,13 @@ class EncodeConfig(StageSection):
     """List of codecs; each has the keys below."""
     batch_seconds: Above0 = 20.0
     """Audio in one batch of a codec, in seconds, including padding; at most 10 s on a CPU. With the default, a batch of
-    NeMo's codecs fits into 16 GiB in fp32: cuDNN needs 625 MiB per second of audio."""
+    NeMo's codecs fits into 16 GiB in fp32."""
     precision: Precision = "fp32"
-    """Arithmetic of the codecs, as for ``match``. Values other than ``fp32`` change codes; the precision is recorded in
-    ``dataset.json``."""
+    """Arithmetic of the codecs, as for ``match``. Values other than ``fp32`` change codes."""
 
     canonical_shapes: bool = False
     """Pad every segment to one of a few lengths, each with a fixed batch size, so that the codes of a segment do not
-    depend on its neighbours. On a GPU, the last batch of each length is filled with silence. Codecs whose codes depend
-    on padding process one segment at a time."""
+    depend on its neighbours. On a GPU, the last batch of each length is filled with silence."""
     unit_seconds: Above0 | None = None
     """Audio in one unit of work, in seconds; ``null`` chooses about 64 units of 60 s to two hours each."""
 

@@ -60,8 +60,7 @@ class ConfiguredExecutor(Executor):
     finds none ends with an error. ``cuda``: only GPUs; on Ray, wait for GPU nodes. ``cpu``: no GPU is used."""
     feeders: Annotated[int, msgspec.Meta(ge=0)] | Literal["auto"] = "auto"
     """Number of processes that read and decode audio ahead of the model, for each rank of match and encode. ``auto``:
-    with a GPU, one fewer than the rank's cores, at most 16; on the CPU none, because the model needs the core. ``0``:
-    the rank itself decodes."""
+    with a GPU, one fewer than the rank's cores, at most 16; on the CPU none. ``0``: the rank itself decodes."""
     unit_time_limit: Above0 | Literal["auto"] | None = "auto"
     """Time limit for an attempt at a unit, in seconds, on SLURM too. A slower rank is ended with a traceback in its log
     and replaced, and the attempt counts as failed. ``auto``: ten seconds for each second of audio or each record of the

@@ -72,8 +72,7 @@ class MatchConfig(StageSection):
     seed: int = 42
     """Seed of ``choice: sample`` and ``max_speaker_items``."""
     contexts_from_dataset: bool = False
-    """In an append, allow contexts from the dataset of ``append_to``. Its cuts that share a speaker group with new
-    records are embedded again, from the stored audio."""
+    """In an append, allow contexts from the dataset of ``append_to``."""
     unit_seconds: Above0 | None = None
     """Audio per unit of work in seconds; ``null`` derives it from the total."""
     options: dict[str, Any] = field(default_factory=dict)

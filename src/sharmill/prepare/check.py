@@ -72,15 +72,13 @@ class PrepareConfig(StageSection):
     min_duration: NotNegative = 0.1
     """Shortest utterance, in seconds."""
     max_duration: float | None = 600.0
-    """Longest utterance, in seconds; ``null`` means no limit. A codec processes each utterance as a whole, and an
-    utterance of three hours needs more than 20 GB of memory."""
+    """Longest utterance, in seconds; ``null`` means no limit. A codec processes each utterance as a whole."""
     duration_tolerance: NotNegative = 0.1
     """Largest accepted difference between the duration in the manifest and in the audio header, in seconds."""
     require_text: bool = True
     """Reject records without text; ``false`` keeps untranscribed speech."""
     filters: dict[str, str] = field(default_factory=dict)
-    """Conditions on manifest keys with numbers, such as ``{cer: "<= 0.03", bandwidth: ">= 8000"}``. Records that do not
-    meet them are rejected."""
+    """Conditions on manifest keys with numbers, such as ``{cer: "<= 0.03", bandwidth: ">= 8000"}``."""
     unit_records: Positive = 2000
     """Number of records in one unit of work."""
 

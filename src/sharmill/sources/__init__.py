@@ -144,8 +144,7 @@ class Source(ABC):
     """Kind of the source: ``nemo``, a kind from another package, or ``python:package.module:Class``."""
     audio_root: str | list[str] | None
     """Folder that ``audio_filepath`` is relative to, or a list of folders. Audio outside of them is rejected. ``null``
-    accepts absolute paths anywhere, so a manifest can then name any audio file. Audio below a URL (``https://``,
-    ``s3://``, ``gs://``, ``ais://``) is copied."""
+    accepts absolute paths anywhere. Audio below a URL (``https://``, ``s3://``, ``gs://``, ``ais://``) is copied."""
     speaker: str | None = None
     """Template for the speaker's name, with keys of the record and parts of the path, such as ``{spk}``, ``{path[0]}``,
     ``{utt:prefix}`` (up to the first ``-`` or ``_``), ``{utt[1]}``. ``null`` uses the record's ``speaker``, which is a
@@ -159,7 +158,7 @@ class Source(ABC):
     takes precedence. ``null`` rejects multi-channel audio if the record has no ``channel``."""
     float_scale: Annotated[float, msgspec.Meta(gt=0)] = 1.0
     """Full scale of audio files that contain floats: 32768 if the values are 16-bit integers, 8388608 for 24 bits,
-    2147483648 for 32 bits. The samples of such files are divided by it; other files are not changed."""
+    2147483648 for 32 bits."""
 
     def __post_init__(self) -> None:
         for key in ("audio_root", *self.file_keys):
@@ -341,7 +340,7 @@ class EncodedSource(Source):
     """A source whose text files may have an encoding other than UTF-8."""
 
     encoding: str = "utf-8"
-    """Encoding of the texts, such as ``latin-1``."""
+    """Encoding of the texts."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -363,8 +362,7 @@ class ColumnSource(Source):
 
     checks_columns: ClassVar[bool] = False
     columns: dict[str, str] = dataclasses.field(default_factory=dict)
-    """Keys of records and the columns that they are read from: ``{text: sentence}``, ``{text: texts.0}``. Other columns
-    keep their names."""
+    """Keys of records and the columns that they are read from: ``{text: sentence}``, ``{text: texts.0}``."""
 
     @property
     def mapped(self) -> set[str]:

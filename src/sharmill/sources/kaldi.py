@@ -41,7 +41,7 @@ class KaldiSource(LineSource, EncodedSource):
     type: str = "kaldi"
     data_dir: str
     """The data directory. It contains ``wav.scp`` and optionally ``segments``, ``text``, ``utt2spk``, ``utt2lang`` and
-    ``spk2gender``; the order of their lines does not matter."""
+    ``spk2gender``."""
 
     def check(self) -> None:
         """Raise ConfigError if the directory does not exist, or one of its files is not a text file."""

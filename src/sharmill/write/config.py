@@ -25,8 +25,7 @@ class WriteConfig(StageSection):
     num_shards: Positive | None = None
     """Number of shards. Their sizes differ by at most one cut, and there are never more shards than cuts."""
     shard_seconds: float | None = None
-    """Approximate seconds of target audio per shard. The number of shards is the total divided by this value, rounded;
-    each shard ends where the cumulative sum is closest to its share."""
+    """Approximate seconds of target audio per shard."""
     audio_format: Literal["flac", "wav", "mp3", "opus", "original"] = "flac"
     """Format of the stored audio; ``original`` keeps the format of each source file, or uses FLAC if that format cannot
     be written. A record that is a whole mono file in this format and at ``sampling_rate`` is copied byte for byte.

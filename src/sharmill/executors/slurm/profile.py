@@ -40,8 +40,8 @@ class RankProfile:
     max_parallel: Positive | None = None
     """Maximum number of ranks of one stage that run at once; ``null`` for the value of the profile."""
     max_ranks: Positive = 64
-    """Maximum number of ranks of one stage. They form one job array, so the cluster's ``MaxArraySize`` must allow it.
-    There are never more ranks than units."""
+    """Maximum number of ranks of one stage. They form one job array, so the cluster's ``MaxArraySize`` must allow
+    it."""
     gpus: Annotated[int, msgspec.Meta(ge=0, le=1)] = 0
     """Number of GPUs of a rank, one or none. To use several GPUs of a node, allow several ranks (``max_ranks``). Not
     sent to SLURM if ``gres`` in ``extra`` requests GPUs."""
@@ -51,7 +51,7 @@ class RankProfile:
     """Memory of a rank, in GB. ``null`` omits ``--mem``, for clusters that refuse it; ``extra`` may then have
     ``mem-per-cpu`` or ``mem-per-gpu``."""
     timeout_min: Positive = 240
-    """Time limit of a rank, in minutes. A rank that reaches it is requeued and continues."""
+    """Time limit of a rank, in minutes."""
     device: Literal["cpu", "cuda"] = "cpu"
     """Device on which models run. With ``cuda``, a rank that finds no GPU ends with an error."""
     extra: dict[str, Any] = field(default_factory=dict)
@@ -100,8 +100,7 @@ class ClusterProfile:
     that must wait in the queue. The number of workers depends on the cores and memory of the job. ``0``: never."""
     driver_hours: Annotated[float, msgspec.Meta(ge=0)] = 10.0
     """Maximum hours of audio of a stage that a driver job processes itself. ``prepare``, and the part of ``encode``
-    that puts codes into shards, are limited only by ``driver_units``, since their cost depends on the number of
-    records."""
+    that puts codes into shards, are limited only by ``driver_units``."""
     setup: list[str] = field(default_factory=list)
     """Shell lines that run before a rank or a driver job starts, such as ``module load cuda``. Each item is a
     complete command; use ``|`` for one of several lines. If one fails, the job ends; add ``|| true`` to a command that

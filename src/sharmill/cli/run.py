@@ -206,7 +206,7 @@ def _run_with_progress(
         )  # fmt: skip
     print_result(result)
     if result.ok and set(choose_stages(config)) <= set(stages):
-        echo("writing the report")
+        echo("writing the report, which can take a minute")
         echo(report_on_run(config, make_stages(config), decode=True))
     return result
 

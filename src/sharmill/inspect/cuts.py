@@ -178,7 +178,7 @@ def dataset_rows(directory: Location, record: DatasetRecord) -> Iterator[tuple[s
             f"checksum {codec.checksum}{trained}",
         )
     for name, limit in record.limits.items():
-        yield f"limit {name}", str(limit)
+        yield f"limit {name}", "none" if limit is None else str(limit)
 
 
 def shard_rows(cuts: Iterator[dict[str, Any]]) -> Iterator[tuple[str, str, str, str, str, str]]:

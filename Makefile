@@ -6,7 +6,7 @@
 # make test-lhotse2   tests that use lhotse, on the pre-release of lhotse 2 that NeMo's main branch needs
 # make test-gpu   models and stages on a GPU compared with the CPU, faults and memory; skipped without a GPU
 # make torture   power failures in small runs, with SEED=, and for each run STATES= and MINUTES=
-# make coverage   share of the statements that `make test` runs, by module in build/coverage.txt
+# make coverage   share of the statements that `make test` runs, by module in build/coverage-report.txt
 # make wheel   the wheel, in dist
 # make bench   speed compared with direct use of the libraries; GROUP= (further, scale, all), JSON= (file for results)
 # make bench-gpu   models, stages and the choice of contexts on a GPU, in nine minutes; DEVICE=cpu for a trial, SECONDS=
@@ -22,7 +22,7 @@ STAMP := $(VENV)/.made-from
 # This value changes with the interpreter and the list of packages.
 WANTED := $(shell $(PYTHON) -VV 2>/dev/null | tr -d '\n'; cat pyproject.toml constraints.txt Makefile .ci/python-packages | cksum)
 
-# Further pytest options, as in `make test PYTEST="-x --durations=30"`.
+# Further pytest options or paths, as in `make test PYTEST="-x --durations=30"` or `make coverage PYTEST=tests/shar`.
 PYTEST :=
 
 .PHONY: demo test test-slow test-all test-lhotse2 test-cluster test-slurm test-ray test-gpu torture lint coverage wheel bench bench-gpu docs venv clean
@@ -73,13 +73,13 @@ lint: venv
 	$(BIN)/python .ci/prose.py check
 	$(BIN)/python .ci/prose.py width
 
-# Killed processes record nothing, so the result is slightly too low.
+# Killed processes record nothing, so the result is slightly too low. coverage would take build/coverage.* for its data.
 coverage: venv
 	rm -f build/coverage build/coverage.*
 	mkdir -p build
 	EXAMPLES=quick $(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder -m "not slow and not slurm and not ray" \
 	  --cov --cov-report= $(PYTEST)
-	$(BIN)/coverage report --sort=cover > build/coverage.txt
+	$(BIN)/coverage report --sort=cover > build/coverage-report.txt
 	@echo "coverage: $$($(BIN)/coverage report --format=total) %"
 
 # setuptools would also pack modules that it has copied to build/lib before and that no longer exist.

@@ -147,7 +147,8 @@ def check_command(words: list[str]) -> None:
         makefile = (REPOSITORY / "Makefile").read_text()
         assert re.search(rf"^{words[1]}:", makefile, re.MULTILINE), words
     elif words[0] == "sharmill":
-        context = click.Context(cli)
+        # click keeps the help option of a command, so its names must be those of the program.
+        context = click.Context(cli, **cli.context_settings)
         command = cli.get_command(context, words[1])
         assert command is not None, words
         # This parses the arguments without running the command.

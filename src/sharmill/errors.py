@@ -36,6 +36,8 @@ REASONS: Final[dict[str, str]] = {
     "duplicate_id": "the same segment occurs more than once in the input",
     "already_there": "the dataset to append to already contains this record, or a cut with this id",
     "single_utterance_speaker": "no other utterance has the same group key",
+    "wrong_voice": "the clip sounds like another speaker group than its own",
+    "mixed_voices": "the clip has two voices",
     "no_similar_context": "no candidate in the group is similar enough",
     "only_copies": "all context candidates are copies of the utterance",
     "no_long_context": "no other utterance of the group satisfies the limits for contexts",
@@ -74,6 +76,8 @@ REMEDIES: Final[dict[str, str]] = {
     "duplicate_id": "remove duplicate records",
     "already_there": "nothing to do: only new records are appended",
     "single_utterance_speaker": "choose a coarser speaker_key, so that groups have more than one utterance",
+    "wrong_voice": "listen to the examples, then correct the labels, or keep the clips with voices.action=report",
+    "mixed_voices": "cut the clip where the voice changes, or keep it with voices.action=report",
     "no_similar_context": "check the speaker labels, then set match.min_similarity to the threshold that sharmill "
     "calibrate recommends",
     "only_copies": "give each speaker more than one recording, or remove the copies",

@@ -174,6 +174,7 @@ STAGES: Final = Registry(
     "sharmill.stages",
     {
         "prepare": "sharmill.prepare.stage:PrepareStage",
+        "voices": "sharmill.voices.stage:VoicesStage",
         "match": "sharmill.match.stage:MatchStage",
         "write": "sharmill.write.stage:WriteStage",
         "encode": "sharmill.encode.stage:EncodeStage",
@@ -186,6 +187,8 @@ ROUNDS: Final = Registry(
     "round of a stage",
     "",
     {
+        "voices.embed": "sharmill.voices.embed:EmbedStage",
+        "voices.cluster": "sharmill.voices.stage:ClusterStage",
         "encode.segments": "sharmill.encode.survey:SurveyStage",
         "encode.shards": "sharmill.encode.stage:ShardsStage",
     },

@@ -65,6 +65,13 @@ class StageSection:
         """
         return (self,)
 
+    def prepared_key(self, speaker_key: str) -> str | None:
+        """Return the ``speaker_key`` by which ``prepare`` groups the records if this stage names the speakers.
+
+        None means that the stage names no speakers. By default it does not.
+        """
+        return None
+
 
 Kind = TypeVar("Kind", bound=StageSection)
 Item = TypeVar("Item")
@@ -307,6 +314,20 @@ class Config:
     def has_contexts(self) -> bool:
         """Return True if the dataset has contexts."""
         return any(one.makes_contexts for one in self._sections())
+
+    @property
+    def prepared_key(self) -> str:
+        """Return the rule by which ``prepare`` groups records: ``speaker_key`` unless a stage names the speakers."""
+        return next(iter(self._prepared_keys()), self.speaker_key)
+
+    @property
+    def matched_key(self) -> str:
+        """Return the rule for the speaker groups of ``match``: ``speaker_key`` unless a stage names the speakers."""
+        return "speaker" if self._prepared_keys() else self.speaker_key
+
+    def _prepared_keys(self) -> list[str]:
+        keys = (one.prepared_key(self.speaker_key) for one in self._sections())
+        return [key for key in keys if key is not None]
 
     def _sections(self) -> list[StageSection]:
         found = (one if isinstance(one, list) else [one] for one in self.sections.values())

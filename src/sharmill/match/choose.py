@@ -101,6 +101,9 @@ class ContextChooser:
             options["max_text_overlap"] = match.max_text_overlap
         if match.max_speaker_items is not None:
             problem["candidates"] = self._draw_pool(group, options["seed"])
+        if match.max_other_similarity is not None:
+            is_own = [not segment.other > min(segment.own, match.max_other_similarity) for segment in segments]
+            problem["candidates"] = problem.get("candidates", True) & np.array(is_own)
         contents = _number_values([segment.content for segment in segments])
         chosen = select_context(**problem, contents=contents, max_similarity=match.max_similarity, **options)
         index, similarity = map(np.asarray, chosen)

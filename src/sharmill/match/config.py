@@ -32,6 +32,9 @@ class MatchConfig(StageSection):
     """Maximum cosine similarity between a context and its target, such as 0.99; ``null`` sets no limit. The limit
     excludes copies of the target that were lossily compressed, resampled or otherwise processed. Copies with the same
     samples are always excluded."""
+    max_other_similarity: Similarity | None = None
+    """Where ``voices`` runs: exclude candidates that are more similar than this to the voice of another speaker group,
+    and candidates that are more similar to it than to their own group. ``null`` sets no limit."""
     min_duration: NotNegative = 3.0
     """Minimum duration of a context in seconds."""
     max_duration: float | None = None

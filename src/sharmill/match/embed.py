@@ -1,6 +1,7 @@
 """Speaker embeddings of a unit's segments, and a sample of the embeddings for the report."""
 
 import base64
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
@@ -24,6 +25,7 @@ from sharmill.models.memory import MemoryGuard
 # Number of embeddings in the sample for the whole dataset, and maximum number per speaker group.
 _WANTED_VOICES: Final = 1500
 _VOICES_PER_GROUP: Final = 12
+NO_TURN: Final = (math.nan, math.nan)
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,11 +36,18 @@ class EmbeddedSegment:
         embedding: (D,) float32, as a tensor if the encoder is on a GPU, otherwise as an array.
         content: hash of the samples; equal for segments with the same samples.
         notes: facts about the file for later stages.
+        turn: the lowest similarity of the voices before and after a point in the segment, and this point in seconds;
+            NaN if the segment was not divided into windows.
+        own, other: similarity to the voice of its group, and to the most similar voice of another group; NaN if they
+            are unknown.
     """
 
     embedding: Any
     content: int
     notes: AudioNotes
+    turn: tuple[float, float] = NO_TURN
+    own: float = math.nan
+    other: float = math.nan
 
 
 _Loaded = tuple[np.ndarray, int, AudioNotes]
@@ -85,6 +94,7 @@ class Embedder:
         batch_seconds: seconds of audio per batch, including padding.
         pinned: the encoder is on a GPU and receives its batches in pinned memory, so that the next batch can be
             assembled while the encoder computes.
+        window_seconds: length of the windows in which a change of the voice is searched for; None to skip the search.
     """
 
     encoder: SpeakerEncoder
@@ -94,6 +104,7 @@ class Embedder:
     resampling: Resampling = "soxr"
     guard: MemoryGuard = field(default_factory=lambda: MemoryGuard("the speaker encoder", "match.batch_seconds"))
     pinned: bool = False
+    window_seconds: float | None = None
 
     def __post_init__(self) -> None:
         make = SegmentMaker(self.reader, _ResampledSegment(self.encoder.sampling_rate, self.resampling))
@@ -171,12 +182,43 @@ class Embedder:
         is_long = len(usable) == 1 and seconds > self.batch_seconds
         with self.guard.batch(seconds, len(usable), is_long=is_long), self._clock.running():
             rows = self.encoder.embed(audio, num_samples).float()
+        turns = {} if self.window_seconds is None else self._find_turns(usable, self.window_seconds)
         return {
-            index: EmbeddedSegment(row, content, notes)
+            index: EmbeddedSegment(row, content, notes, turns.get(index, NO_TURN))
             for row, (index, (_, content, notes)) in zip(
                 rows.numpy() if rows.device.type == "cpu" else rows, usable.items(), strict=True
             )
         }
+
+    def _find_turns(self, usable: dict[int, _Loaded], window_seconds: float) -> dict[int, tuple[float, float]]:
+        """Return ``EmbeddedSegment.turn`` of each segment that has at least two windows, by index."""
+        size = max(1, round(window_seconds * self.encoder.sampling_rate))
+        windows = [
+            (index, samples[start : start + size])
+            for index, (samples, _, _) in usable.items()
+            for start in range(0, len(samples) - size + 1, size)
+            if len(samples) >= 2 * size
+        ]
+        found: dict[int, list[np.ndarray]] = {}
+        per_batch = max(1, int(self.batch_seconds / window_seconds))
+        for start in range(0, len(windows), per_batch):
+            batch = windows[start : start + per_batch]
+            audio, num_samples = pad([samples for _, samples in batch], pinned=self.pinned)
+            with self.guard.batch(len(batch) * window_seconds, len(batch), is_long=False), self._clock.running():
+                rows = self.encoder.embed(audio, num_samples).float().cpu().numpy()
+            for (index, _), row in zip(batch, rows, strict=True):
+                found.setdefault(index, []).append(row)
+        return {index: _find_turn(np.stack(rows), window_seconds) for index, rows in found.items()}
+
+
+def _find_turn(windows: np.ndarray, window_seconds: float) -> tuple[float, float]:
+    """Return the lowest similarity of the mean embeddings before and after a window, and the start of that window."""
+    before = np.cumsum(windows, axis=0, dtype=np.float64)[:-1]
+    after = windows.sum(axis=0, dtype=np.float64) - before
+    lengths = np.linalg.norm(before, axis=1) * np.linalg.norm(after, axis=1)
+    similarities = (before * after).sum(axis=1) / np.maximum(lengths, 1e-9)
+    lowest = int(similarities.argmin())
+    return float(similarities[lowest]), (lowest + 1) * window_seconds
 
 
 def sample_voices(

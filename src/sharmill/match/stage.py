@@ -2,7 +2,7 @@
 
 import dataclasses
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from itertools import groupby
 from typing import Any, Final
@@ -36,7 +36,13 @@ from sharmill.models import ModelFamily, load_speaker_encoder, make_deterministi
 from sharmill.models.batches import log_padding
 from sharmill.models.device import check_device, fit_batch_seconds
 from sharmill.models.memory import require_room
-from sharmill.stages.inputs import identify_roots, manifest_stem, segment_reader, segment_roots
+from sharmill.stages.inputs import (
+    identify_roots,
+    manifest_stem,
+    segment_reader,
+    segment_roots,
+    stage_before_match,
+)
 from sharmill.stages.lines import (
     FIRST_OF_GROUP,
     OFFSET,
@@ -63,6 +69,8 @@ CANDIDATE_OFFSETS: Final = "candidates.npy"
 # batches of 8 s take a fifth longer, batches of 32 and 60 s gain almost nothing, and batches of 600 s spend most of the
 # time on page faults.
 _CPU_BATCH_SECONDS = 16.0
+_OF_VOICES: Final = ("index", "similarities")
+_OF_CLIPS: Final = ("embedding", "content")
 
 
 class MatchStage(Stage):
@@ -70,7 +78,7 @@ class MatchStage(Stage):
 
     kind = "match"
     section = MatchConfig
-    after = ("prepare",)
+    after = ("prepare", "voices")
     resource = "gpu"
 
     def check(self, config: Config) -> None:
@@ -78,6 +86,11 @@ class MatchStage(Stage):
         if match.contexts_from_dataset and config.append_to is None:
             raise ConfigError(
                 "match.contexts_from_dataset needs append_to: set it, or remove contexts_from_dataset",
+                code="bad_config_value",
+            )
+        if match.max_other_similarity is not None and stage_before_match(config) != "voices":
+            raise ConfigError(
+                "match.max_other_similarity needs the stage voices: add voices, or remove max_other_similarity",
                 code="bad_config_value",
             )
         encoder_family(match).resolve()
@@ -95,23 +108,23 @@ class MatchStage(Stage):
         del match["options"]  # already part of the encoder's identity
         return {
             "match": match,
-            "speaker_key": run.config.speaker_key,
+            "speaker_key": run.config.matched_key,
             "encoder": encoder.identity(),
             "audio_roots": identify_roots(self.input(run), run.run_dir.path),
-            "input": identify_manifest(run, "prepare"),
+            "input": identify_manifest(run, stage_before_match(run.config)),
             "versions": versions(*RESAMPLING_PACKAGES[settings.resampling], "torch", *encoder.packages),
         }
 
     def plan(self, run: StageRun) -> Iterator[Unit]:
-        match: MatchConfig = run.settings
-        seconds, firsts = column(run, "prepare", "seconds"), column(run, "prepare", FIRST_OF_GROUP)
+        match, before = run.settings, stage_before_match(run.config)
+        seconds, firsts = column(run, before, "seconds"), column(run, before, FIRST_OF_GROUP)
         num_records = len(seconds)
         if match.contexts_from_dataset:
-            key, roots = make_speaker_key(run.config.speaker_key), self.input(run).roots
+            key, roots = make_speaker_key(run.config.matched_key), self.input(run).roots
             candidates = write_candidates(run.plan_folder / CANDIDATES, roots[-1].path, len(roots) - 1, key)
             save_array(run.plan_folder / CANDIDATE_OFFSETS, offsets_of(candidates["length"]))
             seconds = np.append(seconds, candidates["seconds"])
-            groups = np.append(column(run, "prepare", "group"), candidates["group"], axis=0)
+            groups = np.append(column(run, before, "group"), candidates["group"], axis=0)
             firsts = find_first(*groups.T)
         order = order_by_group(firsts)
         if match.contexts_from_dataset:
@@ -121,7 +134,7 @@ class MatchStage(Stage):
         save_array(run.plan_folder / "order.npy", order)
         seconds = seconds[order]
         spans = divide(
-            seconds, firsts[order], unit_seconds=_unit_seconds(match, float(seconds.sum(dtype=np.float64))),
+            seconds, firsts[order], unit_seconds=unit_seconds(match, float(seconds.sum(dtype=np.float64))),
             max_group=match.max_group,
         )  # fmt: skip
         # Lines with this or a higher number are candidates from the existing dataset.
@@ -137,11 +150,15 @@ class MatchStage(Stage):
                 number += 1
 
     def expect_units(self, run: StageRun, num_records: float, cost: float) -> int:
-        return max(1, round(cost / _unit_seconds(run.settings, cost)))
+        return max(1, round(cost / unit_seconds(run.settings, cost)))
 
     def open(self, run: StageRun, device: str) -> Processor:
         kind = check_device(device)
-        embed = make_embedder(run.settings, segment_reader(run), device, run.options.num_feeders(device))
+        match: MatchConfig = run.settings
+        # With stored embeddings, only audio from outside the records is embedded.
+        embeds = stage_before_match(run.config) != "voices" or match.contexts == "given" or match.contexts_from_dataset
+        feeders = run.options.num_feeders(device) if embeds else 0
+        embed = make_embedder(match, segment_reader(run), device, feeders)
         return MatchProcessor(run, embed, kind)
 
     def finalize(self, run: StageRun) -> Totals:
@@ -164,11 +181,13 @@ def facts_of(match: MatchConfig, devices: list[str]) -> dict[str, Any]:
     return {"limits": limits, "precision": match.precision, "devices": devices}
 
 
-def _unit_seconds(match: MatchConfig, total: float) -> float:
+def unit_seconds(match: MatchConfig, total: float) -> float:
     return match.unit_seconds or max(float(np.clip(total / _UNITS_WANTED, *_UNIT_SECONDS)), total / _MAX_UNITS)
 
 
-def make_embedder(match: MatchConfig, reader: SegmentReader, device: str, num_feeders: int) -> Embedder:
+def make_embedder(
+    match: MatchConfig, reader: SegmentReader, device: str, num_feeders: int, window_seconds: float | None = None
+) -> Embedder:
     """Load the speaker encoder on a device, and return it with its feeders; the caller must close the result.
 
     Raises:
@@ -185,10 +204,33 @@ def make_embedder(match: MatchConfig, reader: SegmentReader, device: str, num_fe
         num_feeders=num_feeders,
         resampling=match.resampling,
         pinned=device == "cuda",
+        window_seconds=window_seconds,
     )
 
 
-_Begun = tuple[list[list[Utterance]], dict[int, Context | RejectRecord], PendingSegments]
+_Found = dict[Segment, EmbeddedSegment | RejectRecord]
+_Begun = tuple[list[list[Utterance]], dict[int, Context | RejectRecord], _Found, PendingSegments]
+
+
+class StoredEmbeddings:
+    """The embeddings that the stage ``voices`` has computed, and the similarities that it has found."""
+
+    def __init__(self, run: StageRun) -> None:
+        self._rows, self._similarities = (map_stored_array(run.product(f"voices/{name}")) for name in _OF_VOICES)
+        self._embeddings, self._contents = (map_stored_array(run.product(f"voices.embed/{name}")) for name in _OF_CLIPS)
+
+    def find(self, utterances: Iterable[Utterance], num_records: int) -> _Found:
+        """Return the embedding of each utterance with a number below ``num_records``, by segment."""
+        found: _Found = {}
+        for utterance in utterances:
+            if utterance.index < num_records:
+                row, segment = self._rows[utterance.index], utterance.segment
+                own, other = map(float, self._similarities[utterance.index])
+                found[segment] = EmbeddedSegment(
+                    np.asarray(self._embeddings[row], np.float32), int(self._contents[row]), segment.notes,
+                    own=own, other=other,
+                )  # fmt: skip
+        return found
 
 
 class MatchProcessor(AheadProcessor[_Begun]):
@@ -202,19 +244,21 @@ class MatchProcessor(AheadProcessor[_Begun]):
         super().__init__(embed.feeders)
         self.device_kind = device_kind
         self._plan = run.plan_folder
-        self._manifest = run.product("prepare/manifest")
+        before = stage_before_match(run.config)
+        self._manifest = run.product(f"{before}/manifest")
         # The offsets are memory-mapped, because a rank needs only the lines of its own units.
-        self._offsets = map_stored_array(run.product(f"prepare/{OFFSET}"))
+        self._offsets = map_stored_array(run.product(f"{before}/{OFFSET}"))
+        self._stored = StoredEmbeddings(run) if before == "voices" else None
         self._embed = embed
         self._order = map_stored_array(self._plan / "order.npy")
-        self._chooser = ContextChooser(run.settings, embed.reader.roots, make_speaker_key(run.config.speaker_key))
+        self._chooser = ContextChooser(run.settings, embed.reader.roots, make_speaker_key(run.config.matched_key))
 
     def begin(self, unit: Unit) -> _Begun:
         """Start decoding the audio of a unit.
 
         Returns:
             The speaker groups of the unit; the contexts given in its records, by record number, with a RejectRecord for
-            each unusable context; and the segments that must be embedded.
+            each unusable context; the embeddings that exist already; and the segments that must be embedded.
         """
         utterances = self._read(unit)
         groups = [list(group) for _, group in groupby(utterances, key=self._chooser.group_key)]
@@ -229,13 +273,17 @@ class MatchProcessor(AheadProcessor[_Begun]):
         segments = {utterance.segment for utterance in candidates}
         brought = [one.segment for one in given.values() if isinstance(one, Context)]
         wanted = list(dict.fromkeys([*(one.segment for one in candidates), *(s for s in brought if s not in segments)]))
-        return groups, given, self._embed.begin(wanted)
+        stored = (
+            {} if self._stored is None else self._stored.find(utterances, unit.params.get("num_records", sys.maxsize))
+        )
+        wanted = [segment for segment in wanted if segment not in stored]
+        return groups, given, stored, self._embed.begin(wanted)
 
     def process(self, unit: Unit, staging: Staging, advance: Advance) -> Output:
-        groups, given, wanted = self.take(unit)
+        groups, given, stored, wanted = self.take(unit)
         # Utterances with higher numbers come from the dataset that is appended to, and can only serve as contexts.
         num_records = unit.params.get("num_records", sys.maxsize)
-        found = dict(zip(wanted.items, self._embed.finish(wanted, advance, self.begin_next), strict=True))
+        found = stored | dict(zip(wanted.items, self._embed.finish(wanted, advance, self.begin_next), strict=True))
         matched: list[Utterance] = []
         rejects: list[Reject] = []
         for group in groups:
@@ -266,7 +314,7 @@ class MatchProcessor(AheadProcessor[_Begun]):
         self,
         group: list[Utterance],
         given: dict[int, Context | RejectRecord],
-        found: dict[Segment, EmbeddedSegment | RejectRecord],
+        found: _Found,
     ) -> Iterator[tuple[Utterance, Utterance | RejectRecord]]:
         """Yield each utterance of a group, with either a copy of it that has a context or a RejectRecord."""
         left: list[Utterance] = []

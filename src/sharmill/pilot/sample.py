@@ -319,7 +319,7 @@ def _choose(
     """Choose contexts without a threshold, and return the pilot's utterances; rejected ones are added to ``lost``."""
     # Choose the best context that the other limits allow, independently of any threshold.
     free = replace(match, min_similarity=-1.0, choice="best", contexts="choose", contexts_from_dataset=False)
-    chooser = ContextChooser(free, segment_roots(config), make_speaker_key(config.speaker_key))
+    chooser = ContextChooser(free, segment_roots(config), make_speaker_key(config.prepared_key))
     utterances = sorted((one for one in records.utterances if one.index in embedded), key=chooser.group_key)
     best = []
     for _, members in groupby(utterances, key=chooser.group_key):

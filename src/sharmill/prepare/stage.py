@@ -62,7 +62,7 @@ class PrepareStage(Stage):
         grows = {} if append_to is None else {"append_to": identify_folder(Path(append_to), run.run_dir.path)}
         return grows | {
             "prepare": asdict(run.settings),
-            "speaker_key": config.speaker_key if config.has_contexts else None,
+            "speaker_key": config.prepared_key if config.has_contexts else None,
             "sources": [
                 source.settings() | {"audio_root": folders[0] if len(folders) == 1 else folders}
                 for source, folders in zip(config.sources, roots, strict=True)
@@ -82,8 +82,8 @@ class PrepareStage(Stage):
         return max(1, math.ceil(num_records / run.settings.unit_records))
 
     def open(self, run: StageRun, device: str) -> Processor:
-        # ``speaker_key`` applies only to contexts, but a dataset without contexts may still be ordered by speaker.
-        key = make_speaker_key(run.config.speaker_key if run.config.has_contexts else "speaker")
+        # The key of groups applies only to contexts, but a dataset without contexts may still be ordered by speaker.
+        key = make_speaker_key(run.config.prepared_key if run.config.has_contexts else "speaker")
         return PrepareProcessor(make_check(run.config), key)
 
     def finalize(self, run: StageRun) -> Totals:
@@ -202,7 +202,7 @@ def make_check(config: Config) -> RecordCheck:
         ),
         sources=config.sources,
         speakers=[source.speaker_rule(config.name) for source in config.sources],
-        group_key=make_speaker_key(config.speaker_key if config.has_contexts else "all"),
+        group_key=make_speaker_key(config.prepared_key if config.has_contexts else "all"),
     )
 
 

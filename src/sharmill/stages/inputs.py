@@ -9,6 +9,11 @@ from sharmill.config import Config
 from sharmill.engine.stage import StageRun, identify_folder
 
 
+def stage_before_match(config: Config) -> str:
+    """Return the stage whose manifest is the input of ``match``: ``voices`` where it is configured, or ``prepare``."""
+    return "prepare" if config.sections.get("voices") is None else "voices"
+
+
 def segment_roots(config: Config) -> AudioRoots:
     """Return the audio roots of a dataset's segments: the roots of its sources, then the ``append_to`` dataset."""
     roots: list[str | list[str] | None] = [source.audio_root for source in config.sources]

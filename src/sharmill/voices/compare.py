@@ -1,0 +1,179 @@
+"""Comparison of clips with the voices of all speaker groups."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING, Final, Literal
+
+import numpy as np
+
+from sharmill.voices.cluster import STEPS, link_blocks
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+# A voice: the cluster that it is, by the line of its first clip; the group of the cluster, by its first line; the
+# number of clips; the length of the mean of their embeddings; the number of the voice, which clusters of several groups
+# may have in common; whether it is a main voice of its group; and the line and number by which its speaker is named.
+VOICE: Final = np.dtype(
+    [("cluster", "u4"), ("group", "u4"), ("size", "u4"), ("length", "f4"), ("voice", "u4"), ("is_main", "?"),
+     ("speaker", "u4"), ("number", "u2")]
+)  # fmt: skip
+# A cluster with at least this share of the clips of the largest one is a main voice of its group too.
+_MAIN_SHARE: Final = 0.5
+# A smaller cluster is a further voice of its group only with this many clips.
+_FEWEST: Final = 3
+# A single clip is too little for a voice that clips of other groups could have, or that two groups have in common.
+_FEWEST_OF_OTHERS: Final = 2
+_SIDES: Final[tuple[Literal["left"], Literal["right"]]] = ("left", "right")
+# Rows and voices that are compared at a time: 64 MiB of similarities.
+_ROWS: Final = 1024
+_VOICES: Final = 8192
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Similarities of clips to voices.
+
+    Attributes:
+        own: (N,) highest similarity to a main voice of its own group, without the clip itself; -inf if there is none.
+        other: (N,) highest similarity to a main voice of another group; -inf if there is none.
+        nearest: (N,) number of that voice.
+    """
+
+    own: np.ndarray
+    other: np.ndarray
+    nearest: np.ndarray
+
+
+def find_voices(
+    embeddings: np.ndarray, clusters: np.ndarray, groups: np.ndarray, least: float
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return the voices of a corpus, ordered by group, and their directions.
+
+    Args:
+        embeddings: (N, D) unit vectors, or zeros for clips without a voice.
+        clusters: (N,) the line of the first clip of each clip's cluster.
+        groups: (N,) the first line of each clip's group.
+        least: minimum mean similarity of clusters of different groups that are the same voice.
+
+    Returns:
+        (V,) array of ``VOICE`` and (V, D) float32 unit vectors.
+    """
+    heads, counts = np.unique(clusters, return_counts=True)
+    order = np.lexsort((heads, groups[heads]))
+    heads, counts = heads[order], counts[order]
+    begins = np.flatnonzero(np.diff(groups[heads], prepend=-1))
+    in_group = np.diff(begins, append=len(heads))
+    largest = np.repeat(np.maximum.reduceat(counts, begins), in_group)
+    is_main = counts >= _MAIN_SHARE * largest
+    # A clip that is alone in its group has nothing to be compared with.
+    alone = (counts == 1) & (np.repeat(in_group, in_group) == 1)
+    kept = (is_main | (counts >= _FEWEST)) & ~alone
+    voices = np.zeros(int(kept.sum()), VOICE)
+    voices["cluster"], voices["group"], voices["size"] = heads[kept], groups[heads[kept]], counts[kept]
+    voices["is_main"] = is_main[kept]
+    means = _sum_rows(embeddings, clusters, voices["cluster"]) / voices["size"][:, None]
+    voices["length"] = np.linalg.norm(means, axis=1)
+    _number_voices(voices, means, least)
+    return voices, means / np.maximum(voices["length"], 1e-9)[:, None]
+
+
+def _sum_rows(embeddings: np.ndarray, clusters: np.ndarray, heads: np.ndarray) -> np.ndarray:
+    """Return the sum of the embeddings of each cluster, (V, D) float32, from blocks of rows."""
+    sums = np.zeros((len(heads), embeddings.shape[1]), np.float32)
+    numbers = np.argsort(heads)
+    for start in range(0, len(embeddings), 1 << 16):
+        names = clusters[start : start + (1 << 16)]
+        order = np.argsort(names, kind="stable")
+        begins = np.flatnonzero(np.diff(names[order].astype(np.int64), prepend=-1))
+        at = np.searchsorted(heads, names[order][begins], sorter=numbers).clip(max=max(0, len(heads) - 1))
+        rows = numbers[at]
+        known = heads[rows] == names[order][begins]
+        parts = np.add.reduceat(embeddings[start + order].astype(np.float32), begins)
+        sums[rows[known]] += parts[known]
+    return sums
+
+
+def _number_voices(voices: np.ndarray, means: np.ndarray, least: float) -> None:
+    """Set the voice, speaker and number of each of the ``voices``, from their means (V, D).
+
+    A voice is named by the first group in which it is a main voice. A further voice of that group has a number.
+    """
+    voices["voice"] = np.arange(len(voices))
+    large = np.flatnonzero(voices["size"] >= _FEWEST_OF_OTHERS)
+    voices["voice"][large] = large[link_blocks(means[large], voices["size"][large], least)]
+    named: dict[int, tuple[int, int]] = {}
+    further: dict[int, int] = {}
+    # The largest voice of a group keeps the name of the group.
+    for row in np.lexsort((np.arange(len(voices)), -voices["size"].astype(np.int64), voices["group"])).tolist():
+        voice, group = int(voices["voice"][row]), int(voices["group"][row])
+        if voice not in named and voices["is_main"][row]:
+            further[group] = further.get(group, 0) + 1
+            named[voice] = group, further[group]
+    for row, (voice, group) in enumerate(zip(voices["voice"].tolist(), voices["group"].tolist(), strict=True)):
+        if voice not in named:
+            further[group] = further.get(group, 0) + 1
+            named[voice] = group, further[group]
+        voices["speaker"][row], voices["number"][row] = named[voice]
+
+
+def compare_with_voices(
+    embeddings: np.ndarray,
+    clusters: np.ndarray,
+    groups: np.ndarray,
+    voices: np.ndarray,
+    directions: Tensor,
+) -> Comparison:
+    """Compare clips with the voices of all groups.
+
+    Args:
+        embeddings: (N, D) unit vectors, or zeros for clips without a voice.
+        clusters, groups: (N,) cluster and group of each clip, as for ``find_voices``.
+        voices: result of ``find_voices``.
+        directions: (V, D) the directions of the voices, on the device that computes the products.
+    """
+    own, other = np.full(len(embeddings), -np.inf), np.full(len(embeddings), -np.inf)
+    nearest, order = np.zeros(len(embeddings), np.int64), np.argsort(groups, kind="stable")
+    by_voice = np.argsort(voices["voice"], kind="stable")
+    hidden = np.flatnonzero(~voices["is_main"] | (voices["size"] < _FEWEST_OF_OTHERS))
+    for start in range(0, len(order), _ROWS):
+        rows = order[start : start + _ROWS]
+        block = np.asarray(embeddings[rows], np.float64)
+        excluded: list[tuple[slice, np.ndarray]] = [(slice(None), hidden)]
+        edges = np.flatnonzero(np.diff(groups[rows].astype(np.int64), prepend=-1, append=-1))
+        for begin, end in pairwise(edges.tolist()):
+            inside = slice(begin, end)
+            mine = np.arange(*np.searchsorted(voices["group"], [groups[rows[begin]], groups[rows[begin]] + 1]))
+            mine = mine[voices["is_main"][mine]]
+            if len(mine):
+                similar = _product(block[inside], directions[mine])
+                own[rows[inside]] = _without_itself(similar, clusters[rows[inside]], voices[mine]).max(axis=1)
+            bounds = (np.searchsorted(voices["voice"], voices["voice"][mine], side, by_voice) for side in _SIDES)
+            excluded += [(inside, by_voice[first:last]) for first, last in zip(*bounds, strict=True)]
+        for first in range(0, len(voices), _VOICES):
+            similar = _product(block, directions[first : first + _VOICES])
+            for inside, columns in excluded:
+                similar[inside, columns[(columns >= first) & (columns < first + _VOICES)] - first] = -np.inf
+            best = similar.argmax(axis=1)
+            value = similar[np.arange(len(rows)), best]
+            better = value > other[rows]
+            other[rows[better]], nearest[rows[better]] = value[better], first + best[better]
+    return Comparison(own, other, nearest)
+
+
+def _product(rows: np.ndarray, directions: Tensor) -> np.ndarray:
+    """Return the similarities of rows (N, D) to directions (V, D), in multiples of ``1 / STEPS``."""
+    import torch
+
+    similar = torch.from_numpy(rows).to(directions.device) @ directions.double().T
+    return similar.mul_(STEPS).round_().div_(STEPS).cpu().numpy()
+
+
+def _without_itself(similar: np.ndarray, clusters: np.ndarray, voices: np.ndarray) -> np.ndarray:
+    """Return the similarities (N, V) of clips to voices, with each clip taken out of the voice of its own cluster."""
+    sums = voices["size"] * voices["length"].astype(np.float64)
+    lengths = np.sqrt(np.maximum(sums**2 - 2 * sums * similar + 1, 1e-12))
+    others = np.where(voices["size"] > 1, (sums * similar - 1) / lengths, -np.inf)
+    return np.where(clusters[:, None] == voices["cluster"], others, similar)

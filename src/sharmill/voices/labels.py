@@ -1,0 +1,90 @@
+"""Findings about the labels of speaker groups, and the names of the speakers whose voices were found."""
+
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from sharmill.engine.stage import StageRun
+from sharmill.files.arrays import map_stored_array
+from sharmill.manifest import Utterance, read_lines_at, tagged_speaker
+from sharmill.match.choose import min_similarity
+from sharmill.match.config import MatchConfig
+from sharmill.stages.lines import OFFSET
+from sharmill.stages.speaker_key import key_of, make_speaker_key
+
+
+class Labels:
+    """The voices that were found, and the speakers of the groups to which they belong."""
+
+    def __init__(self, run: StageRun) -> None:
+        self.voices = map_stored_array(run.plan_folder / "voices.npy")
+        self.directions = map_stored_array(run.plan_folder / "directions.npy")
+        self._key = make_speaker_key(run.config.matched_key)
+        self._least = min_similarity(run.config.section(MatchConfig))
+        self._manifest = run.product("voices.embed/manifest")
+        self._offsets = map_stored_array(run.product(f"voices.embed/{OFFSET}"))
+        self._known: dict[int, Utterance] = {}
+
+    def read(self, lines: np.ndarray) -> list[Utterance]:
+        """Return the utterances of lines (N,) of the manifest."""
+        return list(map(Utterance.from_json, read_lines_at(self._manifest, self._offsets[lines])))
+
+    def first_of(self, line: int) -> Utterance:
+        """Return the utterance of a line that stands for a group or cluster."""
+        if line not in self._known:
+            self._known[line] = self.read(np.array([line]))[0]
+        return self._known[line]
+
+    def group_of(self, line: int) -> str:
+        """Return the key of the speaker group of a line."""
+        return key_of(self._key, self.first_of(line))
+
+    def speaker_of(self, voice: int) -> str:
+        """Return the name of the speaker who has a voice: that of its group, with a number for a further voice."""
+        number = int(self.voices["number"][voice])
+        name = tagged_speaker(self.first_of(int(self.voices["speaker"][voice])).speaker)
+        return name if number == 1 else f"{name}_{number}"
+
+    def describe_groups(self) -> Iterator[dict[str, Any]]:
+        """Yield a finding for each group with several voices, and for the groups that have a voice in common."""
+        voices, by_voice = self.voices, defaultdict[int, list[int]](list)
+        for row in np.flatnonzero(voices["is_main"]).tolist():
+            by_voice[int(voices["voice"][row])].append(row)
+
+        def elsewhere(row: int) -> bool:
+            """Return True for a small cluster with the voice of another group: its clips have a wrong label."""
+            same = by_voice.get(int(voices["voice"][row]), [])
+            return any(voices["group"][one] != voices["group"][row] for one in same)
+
+        begins = np.flatnonzero(np.diff(voices["group"].astype(np.int64), prepend=-1))
+        for begin, end in zip(begins.tolist(), [*begins[1:].tolist(), len(voices)], strict=True):
+            group = int(voices["group"][begin])
+            rows = [row for row in range(begin, end) if voices["is_main"][row] or not elsewhere(row)]
+            similarity = self._lowest_similarity(rows)
+            if similarity < self._least:
+                yield {
+                    "finding": "several_voices", "group": self.group_of(group), "similarity": similarity,
+                    "voices": [
+                        {"clips": int(voices["size"][row]), "example": self._example(int(voices["cluster"][row]))}
+                        for row in rows
+                    ],
+                }  # fmt: skip
+        for rows in by_voice.values():
+            groups = list(dict.fromkeys(voices["group"][rows].tolist()))
+            if len(groups) > 1:
+                yield {
+                    "finding": "one_voice", "groups": [self.group_of(group) for group in groups],
+                    "similarity": self._lowest_similarity(rows),
+                }  # fmt: skip
+
+    def _lowest_similarity(self, rows: list[int]) -> float:
+        """Return the lowest mean similarity of the clips of two of these voices; 1 for a single voice."""
+        means = self.directions[rows].astype(np.float64) * self.voices["length"][rows][:, None]
+        similar = means @ means.T
+        return round(float(similar[np.triu_indices(len(rows), 1)].min(initial=1.0)), 4)
+
+    def _example(self, line: int) -> str:
+        segment = self.first_of(line).segment
+        return f"{segment.audio_filepath} at {segment.offset:g} s"

@@ -1,0 +1,367 @@
+"""Stage ``voices``: speaker labels that are checked against the voices of the clips, or made from them.
+
+The stage has three rounds: ``sharmill.voices.embed`` embeds the segments, ``ClusterStage`` clusters the clips of each
+group by voice, and ``VoicesStage`` compares each clip with the voices of all groups and decides about its label.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from functools import partial
+from typing import Any, Final
+
+import msgspec
+import numpy as np
+
+from sharmill.config import Config
+from sharmill.engine.run import merge_files
+from sharmill.engine.stage import Advance, Processor, Stage, StageRun, versions
+from sharmill.engine.unit import Output, Totals, Unit, add_up, make_unit
+from sharmill.errors import RejectRecord, refuse
+from sharmill.files.arrays import load_stored_array, map_stored_array, publish_array, save_array
+from sharmill.files.atomic import open_atomic, open_new
+from sharmill.files.staging import Staging
+from sharmill.files.stored import open_stored, read_stored
+from sharmill.manifest import Reject, Utterance, parse_speaker_tag
+from sharmill.match.choose import min_similarity
+from sharmill.match.config import MatchConfig
+from sharmill.match.groups import divide
+from sharmill.models.device import check_device
+from sharmill.sources.speakers import NO_SPEAKER
+from sharmill.stages.lines import (
+    FIRST_OF_GROUP,
+    column,
+    finish_manifest,
+    identify_manifest,
+    merge_columns,
+    number_groups,
+    order_by_group,
+    write_part,
+)
+from sharmill.stages.speaker_key import key_of, make_speaker_key
+from sharmill.voices.cluster import BLOCK, link_average, link_blocks
+from sharmill.voices.compare import compare_with_voices, find_voices
+from sharmill.voices.config import VoicesConfig
+from sharmill.voices.embed import ARRAYS
+from sharmill.voices.labels import Labels
+
+# Share of the distance from the minimum similarity of a context to 1 by which the mean similarity of the clips of a
+# voice is higher, and the similarity of a clip to a wrong voice may be lower. Measured with resemblyzer on LibriSpeech.
+_MARGIN: Final = 0.2
+_LINES_PER_UNIT: Final = (1_000, 16_384)
+_UNITS_WANTED: Final = 64
+_NAME_DIGITS: Final = 12
+_MEANINGS: Final = {
+    "wrong_voice": "clips sound like another group than their own",
+    "mixed_voices": "clips have two voices",
+    "several_voices": "groups have several voices",
+    "one_voice": "voices are in several groups",
+}
+
+
+def voice_similarity(config: Config) -> float:
+    """Return the minimum mean similarity of the clips of one voice."""
+    own, least = config.section(VoicesConfig).similarity, min_similarity(config.section(MatchConfig))
+    return own if own is not None else least + _MARGIN * (1 - least)
+
+
+def doubtful_similarity(config: Config) -> float:
+    """Return the similarity below which two voices differ within a clip, and from which a clip may have a voice."""
+    least = min_similarity(config.section(MatchConfig))
+    return least - _MARGIN * (1 - least)
+
+
+class ClusterStage(Stage):
+    """Round that clusters the clips of each group by voice. A unit is a span of clips that are ordered by group.
+
+    A group is a speaker group, or where ``labels: find`` looks for speakers. A large group is clustered in parts, whose
+    clusters are merged at the end of the round.
+    """
+
+    kind = "voices.cluster"
+    section = VoicesConfig
+    after = ("voices.embed",)
+    cost_unit = "records"
+
+    def identity(self, run: StageRun) -> dict[str, Any]:
+        # The embeddings are a product of the same size for every input, so they are identified by their checksum.
+        embedded = run.totals_of("voices.embed", "embedding", "manifest")
+        return {
+            "similarity": voice_similarity(run.config),
+            "groups": identify_manifest(run, "prepare"),
+            "embeddings": embedded.products["embedding"].xxh3,
+            "versions": versions("numpy"),
+        }
+
+    def plan(self, run: StageRun) -> Iterator[Unit]:
+        firsts = column(run, "prepare", FIRST_OF_GROUP)
+        order = order_by_group(firsts)
+        save_array(run.plan_folder / "order.npy", order)
+        spans = divide(np.ones(len(order)), firsts[order], unit_seconds=_LINES_PER_UNIT[1], max_group=BLOCK)
+        for number, (start, stop) in enumerate(spans):
+            yield make_unit(number, cost=float(stop - start), size=stop - start, params={"start": start, "stop": stop})
+
+    def expect_units(self, run: StageRun, num_records: float, cost: float) -> int:
+        return max(1, round(num_records / _LINES_PER_UNIT[1]))
+
+    def open(self, run: StageRun, device: str) -> Processor:
+        return ClusterProcessor(run)
+
+    def finalize(self, run: StageRun) -> Totals:
+        order, firsts = load_stored_array(run.plan_folder / "order.npy"), column(run, "prepare", FIRST_OF_GROUP)
+        found = np.empty(len(order), np.uint32)
+        for unit, commit in zip(run.units, run.commits, strict=True):
+            lines = order[unit.params["start"] : unit.params["stop"]]
+            found[lines] = load_stored_array(run.root / commit.files[0].name)
+        sizes = np.bincount(firsts, minlength=1) if len(firsts) else np.zeros(0, np.int64)
+        embeddings, least = map_stored_array(run.product("voices.embed/embedding")), voice_similarity(run.config)
+        for group in np.flatnonzero(sizes > BLOCK):
+            lines = order[np.searchsorted(firsts[order], group) : np.searchsorted(firsts[order], group, "right")]
+            found[lines] = _merge_clusters(embeddings, lines, found[lines], least)
+        run.dir.merged.mkdir(exist_ok=True)
+        path = run.dir.merged / "clusters.npy"
+        publish_array(path, found.dtype, found.shape, [found])
+        return msgspec.structs.replace(add_up(run.commits), products=run.record_products(clusters=path))
+
+
+def _merge_clusters(embeddings: np.ndarray, lines: np.ndarray, clusters: np.ndarray, least: float) -> np.ndarray:
+    """Return the clusters (N,) of a group that was clustered in parts, after clusters of the same voice are merged."""
+    heads, numbers, counts = np.unique(clusters, return_inverse=True, return_counts=True)
+    sums = np.zeros((len(heads), embeddings.shape[1]))
+    for start in range(0, len(lines), BLOCK):
+        np.add.at(sums, numbers[start : start + BLOCK], embeddings[lines[start : start + BLOCK]].astype(np.float64))
+    merged = link_blocks(sums / counts[:, None], counts, least)
+    return np.asarray(heads[merged][numbers])
+
+
+class ClusterProcessor(Processor):
+    """Processor that clusters the clips of spans of groups, in one rank."""
+
+    def __init__(self, run: StageRun) -> None:
+        self._order = map_stored_array(run.plan_folder / "order.npy")
+        self._firsts = column(run, "prepare", FIRST_OF_GROUP)
+        self._embeddings = map_stored_array(run.product("voices.embed/embedding"))
+        self._least = voice_similarity(run.config)
+
+    def process(self, unit: Unit, staging: Staging, advance: Advance) -> Output:
+        lines = self._order[unit.params["start"] : unit.params["stop"]]
+        firsts, found = self._firsts[lines], np.array(lines)
+        begins = np.flatnonzero(np.diff(firsts.astype(np.int64), prepend=-1))
+        for begin, end in zip(begins, np.append(begins[1:], len(lines)), strict=True):
+            rows = np.asarray(self._embeddings[lines[begin:end]], np.float64)
+            clusters = link_average(rows, np.ones(len(rows)), self._least)
+            found[begin:end] = lines[begin:end][clusters]
+            advance(float(end - begin))
+        name = f"parts/{unit.index:06d}.npy"
+        save_array(staging.path(name), found)
+        return Output(files=[name], num_out=unit.size)
+
+
+class VoicesStage(Stage):
+    """The stage that decides about the labels. A unit is a span of lines of the manifest."""
+
+    kind = "voices"
+    section = VoicesConfig
+    after = ("prepare", "voices.embed", "voices.cluster")
+    resource = "gpu"
+    cost_unit = "records"
+
+    def check(self, config: Config) -> None:
+        voices = config.all(VoicesConfig)
+        relabels = any(one.action == "relabel" for one in voices)
+        refuse(
+            (len(voices) > 1, "voices must be one section, not a list"),
+            (
+                voices and config.find(MatchConfig) is None,
+                "voices needs the encoder of match: remove match=null, or remove voices",
+            ),
+            (
+                relabels and config.speaker_key != "speaker",
+                "voices.action=relabel changes speakers, which speaker_key does not use: set speaker_key=speaker",
+            ),
+            code="bad_config_value",
+        )
+
+    def identity(self, run: StageRun) -> dict[str, Any]:
+        clusters = run.totals_of("voices.cluster", "clusters").products["clusters"]
+        return {
+            "voices": asdict(run.settings),
+            "similarities": [voice_similarity(run.config), doubtful_similarity(run.config)],
+            "speaker_key": run.config.matched_key,
+            "clusters": clusters.xxh3,
+            "input": identify_manifest(run, "voices.embed"),
+            "versions": versions("numpy", "torch"),
+        }
+
+    def plan(self, run: StageRun) -> Iterator[Unit]:
+        clusters = map_stored_array(run.product("voices.cluster/clusters"))
+        embeddings = map_stored_array(run.product("voices.embed/embedding"))
+        is_audit = run.settings.labels == "audit"
+        groups = column(run, "prepare", FIRST_OF_GROUP) if is_audit else clusters
+        voices, directions = find_voices(embeddings, clusters, groups, voice_similarity(run.config))
+        save_array(run.plan_folder / "voices.npy", voices)
+        save_array(run.plan_folder / "directions.npy", directions)
+        if not is_audit:
+            # A voice is named after its samples, so that its name depends neither on paths nor on the order of lines.
+            names = np.full(len(clusters), np.iinfo(np.uint64).max)
+            np.minimum.at(names, clusters, map_stored_array(run.product("voices.embed/content")))
+            save_array(run.plan_folder / "names.npy", names)
+        step = int(np.clip(len(clusters) / _UNITS_WANTED, *_LINES_PER_UNIT))
+        for number, start in enumerate(range(0, len(clusters), step)):
+            stop = min(start + step, len(clusters))
+            yield make_unit(number, cost=float(stop - start), size=stop - start, params={"start": start, "stop": stop})
+
+    def expect_units(self, run: StageRun, num_records: float, cost: float) -> int:
+        return max(1, round(num_records / np.clip(num_records / _UNITS_WANTED, *_LINES_PER_UNIT)))
+
+    def open(self, run: StageRun, device: str) -> Processor:
+        return VoicesProcessor(run, device)
+
+    def finalize(self, run: StageRun) -> Totals:
+        totals = add_up(run.commits)
+        manifest, labels = run.run_dir.manifests / "voices.json", run.dir.path / "labels.jsonl"
+        lines, columns, arrays, findings = (
+            [run.root / commit.files[number].name for commit in run.commits] for number in range(4)
+        )
+        merge_files(lines, manifest)
+        products = merge_columns(run.dir.merged, columns, ["index", "seconds", "group"], count=totals.num_out)
+        products[FIRST_OF_GROUP] = number_groups(products["group"])
+        products["similarities"] = run.dir.merged / "similarities.npy"
+        parts = map(load_stored_array, arrays)
+        publish_array(products["similarities"], np.dtype("f4"), (totals.num_out, 2), parts)
+        described = list(Labels(run).describe_groups()) if run.settings.labels == "audit" else []
+        with open_atomic(labels) as stream:
+            stream.writelines(msgspec.json.encode(row) + b"\n" for row in described)
+            for path in findings:
+                stream.write(read_stored(path))
+        found = Counter(row["finding"] for row in described)
+        for commit in run.commits:
+            found.update(commit.stats["findings"])
+        _, sizes = np.unique(map_stored_array(products[FIRST_OF_GROUP]), return_counts=True)
+        notes = [f"{count:,} {_MEANINGS[kind]} ({kind})" for kind, count in sorted(found.items())]
+        if run.settings.labels == "find":
+            notes.insert(0, f"{len(sizes):,} voices, {np.count_nonzero(sizes == 1):,} of them with one clip")
+        nearer, compared = (sum(commit.stats[name] for commit in run.commits) for name in ("nearer", "compared"))
+        if compared:
+            notes.append(f"{nearer / compared:.1%} of {compared:,} clips are most similar to the voice of their group")
+        totals = msgspec.structs.replace(totals, notes=[*notes, *([f"see {labels}"] if found else [])])
+        facts = {"findings": dict(found), "nearer": nearer, "compared": compared, "num_voices": len(sizes)}
+        return finish_manifest(run, manifest, products | {"labels": labels}, totals, **facts)
+
+
+class VoicesProcessor(Processor):
+    """Processor that compares the clips of spans of lines with all voices, in one rank.
+
+    Args:
+        device: the device that computes the similarities.
+    """
+
+    def __init__(self, run: StageRun, device: str) -> None:
+        import torch
+
+        check_device(device)
+        self._settings: VoicesConfig = run.settings
+        self._labels = Labels(run)
+        self._directions = torch.from_numpy(np.array(self._labels.directions)).to(device)
+        self._embedded = {name: map_stored_array(run.product(f"voices.embed/{name}")) for name in ARRAYS}
+        self._clusters = map_stored_array(run.product("voices.cluster/clusters"))
+        is_audit = self._settings.labels == "audit"
+        self._groups = column(run, "prepare", FIRST_OF_GROUP) if is_audit else self._clusters
+        self._names = None if is_audit else map_stored_array(run.plan_folder / "names.npy")
+        self._doubtful = doubtful_similarity(run.config)
+        self._key = make_speaker_key(run.config.matched_key)
+        with open_stored(run.product("voices.embed/unusable")) as stream:
+            lost = [msgspec.json.decode(line, type=tuple[int, str, str]) for line in stream]
+        self._lost = {line: RejectRecord(reason, detail) for line, reason, detail in lost}
+
+    def process(self, unit: Unit, staging: Staging, advance: Advance) -> Output:
+        lines = np.arange(unit.params["start"], unit.params["stop"])
+        embeddings, clusters, groups = self._embedded["embedding"][lines], self._clusters[lines], self._groups[lines]
+        compared = compare_with_voices(embeddings, clusters, groups, self._labels.voices, self._directions)
+        similarities = np.stack([compared.own, compared.other], axis=1)
+        similarities[~embeddings.any(axis=1) | ~np.isfinite(similarities).all(axis=1)] = np.nan
+        kept, rejects, rows, findings = list[Utterance](), list[Reject](), list[int](), list[dict[str, Any]]()
+        for row, utterance in enumerate(self._labels.read(lines)):
+            utterance.index = int(lines[row])
+            found = self._judge(utterance, similarities[row], int(compared.nearest[row]))
+            findings += found
+            reject = self._lost.get(utterance.index)
+            if reject is None and found and self._settings.action == "reject":
+                reject = RejectRecord(found[0]["finding"], _sentence(found[0]))
+            if reject is not None:
+                rejects.append(Reject(self._stage, reject.reason, reject.detail, utterance.public_record()))
+                continue
+            self._name(utterance, found, int(compared.nearest[row]))
+            kept.append(utterance)
+            rows.append(row)
+        name = f"parts/{unit.index:06d}"
+        columns = write_part(staging.path(f"{name}.jsonl"), kept, partial(key_of, self._key))
+        save_array(staging.path(f"{name}.npy"), columns)
+        save_array(staging.path(f"{name}.similarities.npy"), similarities[rows].astype(np.float32))
+        with open_new(staging.path(f"{name}.labels.jsonl")) as stream:
+            stream.writelines(msgspec.json.encode(one) + b"\n" for one in findings)
+        files = [f"{name}.{kind}" for kind in ("jsonl", "npy", "similarities.npy", "labels.jsonl")]
+        stats = {
+            "seconds": sum(one.segment.duration for one in kept),
+            "findings": dict(Counter(one["finding"] for one in findings)),
+            "compared": int(np.isfinite(similarities[:, 0]).sum()),
+            "nearer": int((similarities[:, 0] >= similarities[:, 1]).sum()),
+        }
+        return Output(files=files, num_out=len(kept), rejects=rejects, stats=stats)
+
+    _stage: Final = VoicesStage.kind
+
+    def _judge(self, utterance: Utterance, similarities: np.ndarray, nearest: int) -> list[dict[str, Any]]:
+        """Return the findings about a clip, as they are listed in ``labels.jsonl``."""
+        (own, other), (turn, at) = similarities.tolist(), self._embedded["turn"][utterance.index].tolist()
+        segment, found = utterance.segment, list[dict[str, Any]]()
+        clip = {
+            "id": utterance.cut_id, "audio_filepath": segment.audio_filepath, "offset": segment.offset,
+            "duration": segment.duration, "group": key_of(self._key, utterance),
+        }  # fmt: skip
+        if self._settings.labels == "audit" and other > own and other >= self._doubtful:
+            group = self._labels.group_of(int(self._labels.voices["group"][nearest]))
+            evidence = {"own": own, "other": other, "margin": own - other}
+            rounded = {name: round(value, 4) for name, value in evidence.items()}
+            found.append({"finding": "wrong_voice", **clip, "other_group": group, **rounded})
+        if turn < self._doubtful:
+            found.append({"finding": "mixed_voices", **clip, "similarity": round(turn, 4), "at": round(at, 3)})
+        return found
+
+    def _name(self, utterance: Utterance, found: list[dict[str, Any]], nearest: int) -> None:
+        """Give an utterance the speaker whose voice it has, if the configuration asks for that."""
+        if self._names is not None:
+            head = int(self._clusters[utterance.index])
+            speaker = f"voice-{int(self._names[head]):016x}"[: len("voice-") + _NAME_DIGITS]
+        elif self._settings.action == "relabel":
+            wrong = any(one["finding"] == "wrong_voice" for one in found)
+            voice = nearest if wrong else self._voice_of(utterance.index)
+            if voice is None:
+                return
+            speaker = self._labels.speaker_of(voice)
+        else:
+            return
+        tag = parse_speaker_tag(utterance.speaker)
+        if tag.speaker != speaker:
+            utterance.speaker = str(replace(tag, speaker=speaker))
+            if tag.speaker != NO_SPEAKER:
+                utterance.custom = utterance.custom | {"given_speaker": tag.speaker}
+
+    def _voice_of(self, line: int) -> int | None:
+        """Return the number of the voice that is the cluster of a line; None if its cluster is no voice."""
+        voices, group = self._labels.voices, int(self._groups[line])
+        begin, end = np.searchsorted(voices["group"], [group, group + 1])
+        found = begin + np.flatnonzero(voices["cluster"][begin:end] == self._clusters[line])
+        return int(found[0]) if len(found) else None
+
+
+def _sentence(finding: dict[str, Any]) -> str:
+    """Return the detail of a reject for a finding about a clip."""
+    if finding["finding"] == "mixed_voices":
+        return f"the voices before and after {finding['at']:g} s have a similarity of only {finding['similarity']:.4f}"
+    return (
+        f"its similarity to the voice of the group {finding['other_group']!r} is {finding['other']:.4f}, but to that "
+        f"of its own group {finding['group']!r} only {finding['own']:.4f}"
+    )

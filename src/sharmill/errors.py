@@ -51,7 +51,7 @@ REMEDIES: Final[dict[str, str]] = {
     "malformed": "correct these lines or files; the detail of each reject explains the problem",
     "missing_field": "add the missing field to each record, or keep speech without text: prepare.require_text=false",
     "bad_speaker": "choose another speaker_key, such as speaker; set speaker of the source to a template such as "
-    "{path[0]}; correct speakers or paths; or omit contexts: match=null",
+    "{path[0]}; find speakers by voice: voices.labels=find; or omit contexts: match=null",
     "empty_text": "add the text, or keep speech without text: prepare.require_text=false",
     "filtered": "loosen prepare.filters",
     "too_short": "lower prepare.min_duration",

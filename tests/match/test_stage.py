@@ -1,7 +1,6 @@
 """Tests of the whole stage ``match`` on voices with known similarities: rejects, limits, choices, units and files."""
 
 import json
-import math
 import os
 from functools import partial
 from pathlib import Path
@@ -10,6 +9,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
+from support.pitch_encoder import PitchEncoder
 from support.project import Project, check_dataset, lines, matched_manifest, put, raises, run, stage_of, voice
 
 from sharmill.audio.sound import Sound
@@ -17,29 +17,6 @@ from sharmill.errors import ConfigError, FatalError
 from sharmill.manifest import Utterance, records_checksum
 from sharmill.match.choose import min_similarity
 from sharmill.match.config import MatchConfig
-
-
-class PitchEncoder:
-    """A toy encoder whose embedding is the loudest frequency: 1000 f Hz has the angle f, and silence has none."""
-
-    sampling_rate = 16000
-    embedding_size = 2
-    checksum = "pitch"
-
-    def __init__(self) -> None:
-        self.embedded = 0
-
-    def embed(self, audio: torch.Tensor, num_samples: torch.Tensor) -> torch.Tensor:
-        self.embedded += len(audio)
-        rows = [self._row(row[:n]) for row, n in zip(audio, num_samples.tolist(), strict=True)]
-        return torch.tensor(rows, dtype=torch.float32)
-
-    def _row(self, samples: torch.Tensor) -> list[float]:
-        if not bool((samples != 0).any()):
-            return [0.0, 0.0]
-        # All spectra have the same number of points, so that equal pitches give equal embeddings.
-        angle = float(torch.fft.rfft(samples, 65536).abs().argmax()) * 16000 / 65536 / 1000
-        return [math.cos(angle), math.sin(angle)]
 
 
 def similarity(pitch, other):

@@ -216,7 +216,8 @@ def _find_turn(windows: np.ndarray, window_seconds: float) -> tuple[float, float
     before = np.cumsum(windows, axis=0, dtype=np.float64)[:-1]
     after = windows.sum(axis=0, dtype=np.float64) - before
     lengths = np.linalg.norm(before, axis=1) * np.linalg.norm(after, axis=1)
-    similarities = (before * after).sum(axis=1) / np.maximum(lengths, 1e-9)
+    # Silence is no change of the voice.
+    similarities = np.where(lengths > 0, (before * after).sum(axis=1) / np.maximum(lengths, 1e-9), 1.0)
     lowest = int(similarities.argmin())
     return float(similarities[lowest]), (lowest + 1) * window_seconds
 

@@ -63,7 +63,7 @@ class HoursTable(msgspec.Struct, forbid_unknown_fields=True):
         total = kept.total()
         return [
             f"{count / total:.0%} of {total:,} utterances from {num_recordings:,} recordings have the speaker "
-            f"{name[:80]!r}: check that this is one person and not a name shared by many"
+            f"{name[:80]!r}: check that this is one person and not a name shared by many (voices: {{labels: audit}})"
             for name, count in kept.most_common(1)
             if not is_missing(name) and is_doubtful(count / max(1, total), num_recordings)
         ]

@@ -20,7 +20,8 @@ VOICE: Final = np.dtype(
     [("cluster", "u4"), ("group", "u4"), ("size", "u4"), ("length", "f4"), ("voice", "u4"), ("is_main", "?"),
      ("speaker", "u4"), ("number", "u2")]
 )  # fmt: skip
-# A cluster with at least this share of the clips of the largest one is a main voice of its group too.
+# A cluster with at least this share of the clips of the largest one is a main voice of its group too, unless it is a
+# single clip beside several of one voice.
 _MAIN_SHARE: Final = 0.5
 # A smaller cluster is a further voice of its group only with this many clips.
 _FEWEST: Final = 3
@@ -61,13 +62,15 @@ def find_voices(
     Returns:
         (V,) array of ``VOICE`` and (V, D) float32 unit vectors.
     """
+    if not len(clusters):
+        return np.zeros(0, VOICE), np.zeros((0, embeddings.shape[-1]), np.float32)
     heads, counts = np.unique(clusters, return_counts=True)
     order = np.lexsort((heads, groups[heads]))
     heads, counts = heads[order], counts[order]
     begins = np.flatnonzero(np.diff(groups[heads], prepend=-1))
     in_group = np.diff(begins, append=len(heads))
     largest = np.repeat(np.maximum.reduceat(counts, begins), in_group)
-    is_main = counts >= _MAIN_SHARE * largest
+    is_main = (counts >= _MAIN_SHARE * largest) & (counts >= np.minimum(largest, _FEWEST_OF_OTHERS))
     # A clip that is alone in its group has nothing to be compared with.
     alone = (counts == 1) & (np.repeat(in_group, in_group) == 1)
     kept = (is_main | (counts >= _FEWEST)) & ~alone
@@ -76,15 +79,17 @@ def find_voices(
     voices["is_main"] = is_main[kept]
     means = _sum_rows(embeddings, clusters, voices["cluster"]) / voices["size"][:, None]
     voices["length"] = np.linalg.norm(means, axis=1)
+    # Silence has no voice.
+    voices, means = voices[voices["length"] > 0], means[voices["length"] > 0]
     _number_voices(voices, means, least)
-    return voices, means / np.maximum(voices["length"], 1e-9)[:, None]
+    return voices, means / voices["length"][:, None]
 
 
 def _sum_rows(embeddings: np.ndarray, clusters: np.ndarray, heads: np.ndarray) -> np.ndarray:
     """Return the sum of the embeddings of each cluster, (V, D) float32, from blocks of rows."""
     sums = np.zeros((len(heads), embeddings.shape[1]), np.float32)
     numbers = np.argsort(heads)
-    for start in range(0, len(embeddings), 1 << 16):
+    for start in range(0, len(embeddings) if len(heads) else 0, 1 << 16):
         names = clusters[start : start + (1 << 16)]
         order = np.argsort(names, kind="stable")
         begins = np.flatnonzero(np.diff(names[order].astype(np.int64), prepend=-1))

@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -59,7 +60,7 @@ class Labels:
             return any(voices["group"][one] != voices["group"][row] for one in same)
 
         begins = np.flatnonzero(np.diff(voices["group"].astype(np.int64), prepend=-1))
-        for begin, end in zip(begins.tolist(), [*begins[1:].tolist(), len(voices)], strict=True):
+        for begin, end in pairwise([*begins.tolist(), len(voices)]):
             group = int(voices["group"][begin])
             rows = [row for row in range(begin, end) if voices["is_main"][row] or not elsewhere(row)]
             similarity = self._lowest_similarity(rows)

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from functools import partial
+from itertools import pairwise
 from typing import Any, Final
 
 import msgspec
@@ -149,7 +150,7 @@ class ClusterProcessor(Processor):
         lines = self._order[unit.params["start"] : unit.params["stop"]]
         firsts, found = self._firsts[lines], np.array(lines)
         begins = np.flatnonzero(np.diff(firsts.astype(np.int64), prepend=-1))
-        for begin, end in zip(begins, np.append(begins[1:], len(lines)), strict=True):
+        for begin, end in pairwise([*begins.tolist(), len(lines)]):
             rows = np.asarray(self._embeddings[lines[begin:end]], np.float64)
             clusters = link_average(rows, np.ones(len(rows)), self._least)
             found[begin:end] = lines[begin:end][clusters]
@@ -285,10 +286,10 @@ class VoicesProcessor(Processor):
         kept, rejects, rows, findings = list[Utterance](), list[Reject](), list[int](), list[dict[str, Any]]()
         for row, utterance in enumerate(self._labels.read(lines)):
             utterance.index = int(lines[row])
-            found = self._judge(utterance, similarities[row], int(compared.nearest[row]))
-            findings += found
             reject = self._lost.get(utterance.index)
-            if reject is None and found and self._settings.action == "reject":
+            found = [] if reject else self._judge(utterance, similarities[row], int(compared.nearest[row]))
+            findings += found
+            if found and self._settings.action == "reject":
                 reject = RejectRecord(found[0]["finding"], _sentence(found[0]))
             if reject is not None:
                 rejects.append(Reject(self._stage, reject.reason, reject.detail, utterance.public_record()))

@@ -1,0 +1,104 @@
+"""Tests of the clusters of voices and of the comparison with them, on vectors."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings, strategies as st
+from scipy.cluster.hierarchy import fcluster, linkage
+from scipy.spatial.distance import squareform
+from support.project import examples
+
+from sharmill.voices import compare
+from sharmill.voices.cluster import link_average, link_blocks
+from sharmill.voices.compare import compare_with_voices, find_voices
+
+
+def unit(rows):
+    return rows / np.maximum(np.linalg.norm(rows, axis=1, keepdims=True), 1e-9)
+
+
+def near(centres, count, noise, seed=0):
+    """Return ``count`` unit vectors around each centre, (C * count, D)."""
+    random = np.random.default_rng(seed)
+    rows = np.repeat(centres, count, axis=0)
+    return unit(rows + random.normal(scale=noise, size=rows.shape))
+
+
+@settings(max_examples=examples(100), deadline=None)
+@given(st.integers(0, 10**6), st.integers(2, 40), st.floats(-0.5, 0.95), st.integers(1, 4))
+def test_the_clusters_are_those_of_scipys_average_linkage(seed, count, least, copies):
+    random = np.random.default_rng(seed)
+    rows = unit(random.normal(size=(count, 6)) + 0.5)[random.integers(count, size=count * copies)]
+    rows += random.normal(scale=1e-3, size=rows.shape)  # exact ties have several right answers
+    found = link_average(unit(rows), np.ones(len(rows)), least)
+    distances = 1 - unit(rows) @ unit(rows).T
+    np.fill_diagonal(distances, 0)
+    expected = fcluster(linkage(squareform(distances, checks=False), "average"), 1 - least, "distance")
+    assert [np.flatnonzero(expected == label)[0] for label in expected] == found.tolist()
+
+
+def test_clusters_that_are_merged_count_by_their_clips():
+    rows = near(np.eye(3, 16), 8, 0.03)
+    whole = link_average(rows, np.ones(len(rows)), 0.9)
+    halves = [rows[start : start + 4].mean(axis=0) for start in range(0, 24, 4)]
+    merged = link_average(np.array(halves), np.full(6, 4), 0.9)
+    assert (np.unique(whole).tolist(), np.unique(merged).tolist()) == ([0, 8, 16], [0, 2, 4])
+
+
+@pytest.mark.parametrize("rows", [np.zeros((0, 4)), np.zeros((3, 4)), np.eye(4)[[0]]])
+def test_nothing_and_silence_are_no_cluster(rows):
+    assert link_blocks(rows, np.ones(len(rows)), 0.5).tolist() == list(range(len(rows)))
+
+
+def test_voices_are_found_across_blocks_too():
+    """Blocks of 64 of 1,600 clips; each of the 100 voices has 16."""
+    centres = unit(np.random.default_rng(1).normal(size=(100, 64)))
+    rows = near(centres, 16, 0.03)[np.random.default_rng(2).permutation(1600)]
+    found = link_blocks(rows, np.ones(1600), 0.8, block=64)
+    whole = link_average(rows, np.ones(1600), 0.8)
+    assert len(np.unique(whole)) == 100
+    assert np.array_equal(found, whole)
+
+
+def audit(rows, groups, least=0.8):
+    """Return the voices of groups and the comparison of their clips, from unit vectors and the number of each group."""
+    groups = np.array([np.flatnonzero(np.array(groups) == group)[0] for group in groups])
+    clusters = np.empty(len(rows), np.int64)
+    for group in np.unique(groups):
+        lines = np.flatnonzero(groups == group)
+        clusters[lines] = lines[link_average(rows[lines], np.ones(len(lines)), least)]
+    voices, directions = find_voices(rows, clusters, groups, least)
+    return voices, compare_with_voices(rows, clusters, groups, voices, torch.from_numpy(directions))
+
+
+def test_a_clip_is_compared_without_itself_and_with_other_voices_only():
+    rows = near(np.eye(3, 16), 4, 0.05)
+    voices, found = audit(rows, [*"aaaabbbbcccc"])
+    assert voices["size"].tolist() == [4, 4, 4]
+    others = rows[1:4].sum(axis=0)
+    assert found.own[0] == pytest.approx(float(rows[0] @ others / np.linalg.norm(others)), abs=1e-6)
+    assert found.other.max() < 0.3
+    # One voice under two labels, and a clip of it under a third one.
+    voices, found = audit(rows[[0, 1, 2, 3, 4, 5, 6, 7, 4]], [*"aabbcccca"])
+    assert len(np.unique(voices["voice"])) == 2
+    assert found.other[:8].max() < 0.3
+    assert found.other[8] > 0.9 > 0.3 > found.own[8]
+    assert voices["group"][found.nearest[8]] == 4
+
+
+def test_the_result_does_not_depend_on_blocks(monkeypatch):
+    rows = near(unit(np.random.default_rng(3).normal(size=(40, 32))), 5, 0.1)
+    groups = np.random.default_rng(4).permutation(np.repeat(np.arange(40), 5))
+    _, whole = audit(rows, groups.tolist())
+    monkeypatch.setattr(compare, "_ROWS", 7)
+    monkeypatch.setattr(compare, "_VOICES", 3)
+    _, parts = audit(rows, groups.tolist())
+    for name in ("own", "other", "nearest"):
+        assert np.array_equal(getattr(whole, name), getattr(parts, name))
+
+
+def test_groups_of_one_and_of_silence_have_no_other_voice():
+    rows = np.concatenate([np.eye(2, 8), np.zeros((2, 8))])
+    _, found = audit(rows, [*"abcc"])
+    assert not (np.isfinite(found.own[:2])).any()
+    assert not (found.other > 0).any()

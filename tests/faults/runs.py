@@ -51,7 +51,7 @@ from sharmill.shar.fields import (
 )
 from sharmill.shar.index import read_shards
 
-STAGES = ("prepare", "match", "write", "encode", "validate")
+STAGES = ("prepare", "voices", "match", "write", "encode", "validate")
 CODEC = "tiny"
 # Names of files and folders that may differ from run to run, because they record processes and times.
 _PERSONAL = {
@@ -75,6 +75,7 @@ class SmallRun:
             folder, corpus.manifest, corpus.audio_root, run_dir=str(self.work / "run"), dataset_dir=str(self.dataset),
             prepare={"unit_records": units.get("records", 3)}, write={"shard_size": units.get("shard", 2)},
             match={"encoder": TINY_ENCODER, "min_similarity": 0.0, "unit_seconds": units.get("seconds", 2.0)},
+            voices={"window_seconds": 0.5},
         )  # fmt: skip
         self.work.mkdir()
         self._save("begin")
@@ -92,8 +93,11 @@ class SmallRun:
 
     def stage_dirs(self, stage: str) -> list[Path]:
         """Return the folders of all rounds of a stage in the run directory."""
-        names = ("encode.segments", f"encode/{CODEC}", f"encode.shards/{CODEC}") if stage == "encode" else (stage,)
-        return [self.work / "run" / name for name in names]
+        rounds = {
+            "voices": ("voices.embed", "voices.cluster", "voices"),
+            "encode": ("encode.segments", f"encode/{CODEC}", f"encode.shards/{CODEC}"),
+        }
+        return [self.work / "run" / name for name in rounds.get(stage, (stage,))]
 
     def state(self, stage: str) -> Path:
         """Return the copy of ``work`` after a stage."""
@@ -142,9 +146,9 @@ class SmallRun:
         try:
             cuts = open_shar(self.dataset)
         except ConfigError:
-            assert stage in ("prepare", "match", "write"), "a finished dataset has lost its index"
+            assert stage in ("prepare", "voices", "match", "write"), "a finished dataset has lost its index"
             return
-        assert stage not in ("prepare", "match"), "a dataset exists too early"
+        assert stage not in ("prepare", "voices", "match"), "a dataset exists too early"
         assert _load_all(cuts) == sum(self._counts())
 
     def check_published(self) -> None:

@@ -108,7 +108,7 @@ def torture(run: SmallRun, stage: str, victims: list[str], rng: random.Random) -
 
 
 # Prepare and validate are interrupted at all moments in test_power.py.
-@pytest.mark.parametrize("stage", ["match", "write", "encode"])
+@pytest.mark.parametrize("stage", ["voices", "match", "write", "encode"])
 def test_kills_of_ranks_drivers_and_groups_change_no_byte(small_run, stage):
     rng = random.Random(f"{SEED} {stage}")
     left = [*VICTIMS, rng.choice(VICTIMS)]

@@ -570,8 +570,9 @@ def damage_shard(folder: Path) -> Path:
 
 
 def second_dataset() -> dict[str, Any]:
-    """Return changes for ``write_config``: no contexts, and real speech if available."""
-    changes: dict[str, Any] = {"name": "other", "match": None, "write": {"shard_size": 5}}
+    """Return changes for ``write_config``: speakers that are found, and real speech if available."""
+    voices = {"labels": "find", "similarity": 0.9}
+    changes: dict[str, Any] = {"name": "other", "voices": voices, "write": {"shard_size": 5}}
     if LIBRISPEECH.is_dir():
         source = {"manifest": str(LIBRISPEECH / "manifest.json"), "audio_root": str(LIBRISPEECH / "audio")}
         changes |= {"sources": [source], "speaker_key": "librispeech", "prepare": {"unit_records": 25}}

@@ -1,4 +1,4 @@
-"""Comparison of clips with the voices of all speaker groups."""
+"""Similarities of clips with the voices of all speaker groups."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _VOICES: Final = 8192
 
 
 @dataclass(frozen=True)
-class Comparison:
+class Similarities:
     """Similarities of clips to voices.
 
     Attributes:
@@ -130,7 +130,7 @@ def compare_with_voices(
     groups: np.ndarray,
     voices: np.ndarray,
     directions: Tensor,
-) -> Comparison:
+) -> Similarities:
     """Compare clips with the voices of all groups.
 
     Args:
@@ -165,7 +165,7 @@ def compare_with_voices(
             value = similar[np.arange(len(rows)), best]
             better = value > other[rows]
             other[rows[better]], nearest[rows[better]] = value[better], first + best[better]
-    return Comparison(own, other, nearest)
+    return Similarities(own, other, nearest)
 
 
 def _product(rows: np.ndarray, directions: Tensor) -> np.ndarray:

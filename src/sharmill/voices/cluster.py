@@ -16,6 +16,8 @@ import numpy as np
 STEPS: Final = 2.0**24
 # Maximum number of vectors whose similarities are computed together: a matrix of 128 MiB.
 BLOCK: Final = 4096
+# A core with this many clips attracts less similar clips.
+CORE: Final = 3
 # Divisions after the first two that may merge less than 1 % of the clusters before the search ends.
 _SHRINKS: Final = 0.99
 _MOST_PASSES: Final = 12
@@ -90,6 +92,30 @@ def link_blocks(means: np.ndarray, sizes: np.ndarray, least: float, block: int =
         if len(found) <= block or (seed > 1 and len(heads) > _SHRINKS * len(found)):
             break
     return cluster
+
+
+def link_cores(means: np.ndarray, sizes: np.ndarray, strict: float, least: float) -> np.ndarray:
+    """Return clusters of which each has a core of very similar clips; see ``link_blocks``.
+
+    Without this, two strangers among many who happen to sound alike would be a cluster.
+
+    Args:
+        means, sizes: as for ``link_average``.
+        strict: minimum mean similarity of the clips of a core.
+        least: minimum mean similarity of clusters that are merged if one of their cores has at least ``CORE`` clips.
+    """
+    cores = link_blocks(means, sizes, strict)
+    if strict <= least:
+        return cores
+    heads, numbers = np.unique(cores, return_inverse=True)
+    counts = np.bincount(numbers, sizes, len(heads))
+    sums = np.zeros((len(heads), means.shape[1]))
+    np.add.at(sums, numbers, means * sizes[:, None])
+    merged = link_blocks(sums / np.maximum(counts, 1)[:, None], counts, least)
+    largest = np.zeros(len(heads))
+    np.maximum.at(largest, merged, counts)
+    kept = np.where(largest[merged] >= CORE, merged, np.arange(len(heads)))
+    return np.asarray(heads[kept][numbers])
 
 
 def _sum_clusters(

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final, Literal
 
 import numpy as np
 
-from sharmill.voices.cluster import STEPS, link_blocks
+from sharmill.voices.cluster import CORE, STEPS, link_blocks
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -21,10 +21,8 @@ VOICE: Final = np.dtype(
      ("speaker", "u4"), ("number", "u2")]
 )  # fmt: skip
 # A cluster with at least this share of the clips of the largest one is a main voice of its group too, unless it is a
-# single clip beside several of one voice.
+# single clip beside several of one voice. A smaller one is a further voice if it has at least CORE clips.
 _MAIN_SHARE: Final = 0.5
-# A smaller cluster is a further voice of its group only with this many clips.
-_FEWEST: Final = 3
 # A single clip is too little for a voice that clips of other groups could have, or that two groups have in common.
 _FEWEST_OF_OTHERS: Final = 2
 _SIDES: Final[tuple[Literal["left"], Literal["right"]]] = ("left", "right")
@@ -73,7 +71,7 @@ def find_voices(
     is_main = (counts >= _MAIN_SHARE * largest) & (counts >= np.minimum(largest, _FEWEST_OF_OTHERS))
     # A clip that is alone in its group has nothing to be compared with.
     alone = (counts == 1) & (np.repeat(in_group, in_group) == 1)
-    kept = (is_main | (counts >= _FEWEST)) & ~alone
+    kept = (is_main | (counts >= CORE)) & ~alone
     voices = np.zeros(int(kept.sum()), VOICE)
     voices["cluster"], voices["group"], voices["size"] = heads[kept], groups[heads[kept]], counts[kept]
     voices["is_main"] = is_main[kept]

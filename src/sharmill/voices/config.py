@@ -25,7 +25,7 @@ class VoicesConfig(StageSection):
     needs ``speaker_key: speaker``."""
     similarity: Annotated[float, msgspec.Meta(ge=-1, le=1)] | None = None
     """Minimum mean similarity of the clips of one voice. ``null`` adds a fifth of the distance to 1 to
-    ``match.min_similarity``: 0.8 for ``resemblyzer``."""
+    ``match.min_similarity``: 0.8 for ``resemblyzer``. With ``find``, three clips of a voice must be more similar."""
     window_seconds: Above0 | None = 2.0
     """Length of the windows whose embeddings are compared to find clips with two voices. This takes about as long as
     the embeddings of the clips; ``null`` skips it."""

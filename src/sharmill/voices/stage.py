@@ -42,7 +42,7 @@ from sharmill.stages.lines import (
     write_part,
 )
 from sharmill.stages.speaker_key import key_of, make_speaker_key
-from sharmill.voices.cluster import BLOCK, link_average, link_blocks
+from sharmill.voices.cluster import BLOCK, link_cores
 from sharmill.voices.compare import compare_with_voices, find_voices
 from sharmill.voices.config import VoicesConfig
 from sharmill.voices.embed import ARRAYS
@@ -51,6 +51,8 @@ from sharmill.voices.labels import Labels
 # Share of the distance from the minimum similarity of a context to 1 by which the mean similarity of the clips of a
 # voice is higher, and the similarity of a clip to a wrong voice may be lower. Measured with resemblyzer on LibriSpeech.
 _MARGIN: Final = 0.2
+# The same share for the core of a voice without a label.
+_CORE_MARGIN: Final = 0.5
 _LINES_PER_UNIT: Final = (1_000, 16_384)
 _UNITS_WANTED: Final = 64
 _NAME_DIGITS: Final = 12
@@ -66,6 +68,13 @@ def voice_similarity(config: Config) -> float:
     """Return the minimum mean similarity of the clips of one voice."""
     own, least = config.section(VoicesConfig).similarity, min_similarity(config.section(MatchConfig))
     return own if own is not None else least + _MARGIN * (1 - least)
+
+
+def core_similarity(config: Config) -> float:
+    """Return the minimum mean similarity of the clips of a core; see ``link_cores``. Given labels need no core."""
+    similarity, least = voice_similarity(config), min_similarity(config.section(MatchConfig))
+    strict = least + _CORE_MARGIN * (1 - least)
+    return similarity if config.section(VoicesConfig).labels == "audit" else max(similarity, strict)
 
 
 def doubtful_similarity(config: Config) -> float:
@@ -90,7 +99,7 @@ class ClusterStage(Stage):
         # The embeddings are a product of the same size for every input, so they are identified by their checksum.
         embedded = run.totals_of("voices.embed", "embedding", "manifest")
         return {
-            "similarity": voice_similarity(run.config),
+            "similarities": [core_similarity(run.config), voice_similarity(run.config)],
             "groups": identify_manifest(run, "prepare"),
             "embeddings": embedded.products["embedding"].xxh3,
             "versions": versions("numpy"),
@@ -117,23 +126,23 @@ class ClusterStage(Stage):
             lines = order[unit.params["start"] : unit.params["stop"]]
             found[lines] = load_stored_array(run.root / commit.files[0].name)
         sizes = np.bincount(firsts, minlength=1) if len(firsts) else np.zeros(0, np.int64)
-        embeddings, least = map_stored_array(run.product("voices.embed/embedding")), voice_similarity(run.config)
+        embeddings = map_stored_array(run.product("voices.embed/embedding"))
         for group in np.flatnonzero(sizes > BLOCK):
             lines = order[np.searchsorted(firsts[order], group) : np.searchsorted(firsts[order], group, "right")]
-            found[lines] = _merge_clusters(embeddings, lines, found[lines], least)
+            found[lines] = _merge_clusters(run.config, embeddings, lines, found[lines])
         run.dir.merged.mkdir(exist_ok=True)
         path = run.dir.merged / "clusters.npy"
         publish_array(path, found.dtype, found.shape, [found])
         return msgspec.structs.replace(add_up(run.commits), products=run.record_products(clusters=path))
 
 
-def _merge_clusters(embeddings: np.ndarray, lines: np.ndarray, clusters: np.ndarray, least: float) -> np.ndarray:
+def _merge_clusters(config: Config, embeddings: np.ndarray, lines: np.ndarray, clusters: np.ndarray) -> np.ndarray:
     """Return the clusters (N,) of a group that was clustered in parts, after clusters of the same voice are merged."""
     heads, numbers, counts = np.unique(clusters, return_inverse=True, return_counts=True)
     sums = np.zeros((len(heads), embeddings.shape[1]))
     for start in range(0, len(lines), BLOCK):
         np.add.at(sums, numbers[start : start + BLOCK], embeddings[lines[start : start + BLOCK]].astype(np.float64))
-    merged = link_blocks(sums / counts[:, None], counts, least)
+    merged = link_cores(sums / counts[:, None], counts, core_similarity(config), voice_similarity(config))
     return np.asarray(heads[merged][numbers])
 
 
@@ -144,7 +153,8 @@ class ClusterProcessor(Processor):
         self._order = map_stored_array(run.plan_folder / "order.npy")
         self._firsts = column(run, "prepare", FIRST_OF_GROUP)
         self._embeddings = map_stored_array(run.product("voices.embed/embedding"))
-        self._least = voice_similarity(run.config)
+        self._sizes = np.bincount(self._firsts, minlength=1)
+        self._core, self._least = core_similarity(run.config), voice_similarity(run.config)
 
     def process(self, unit: Unit, staging: Staging, advance: Advance) -> Output:
         lines = self._order[unit.params["start"] : unit.params["stop"]]
@@ -152,7 +162,9 @@ class ClusterProcessor(Processor):
         begins = np.flatnonzero(np.diff(firsts.astype(np.int64), prepend=-1))
         for begin, end in pairwise([*begins.tolist(), len(lines)]):
             rows = np.asarray(self._embeddings[lines[begin:end]], np.float64)
-            clusters = link_average(rows, np.ones(len(rows)), self._least)
+            # Parts of a large group are only clustered into cores, which are merged at the end of the round.
+            least = self._least if self._sizes[firsts[begin]] <= BLOCK else self._core
+            clusters = link_cores(rows, np.ones(len(rows)), self._core, least)
             found[begin:end] = lines[begin:end][clusters]
             advance(float(end - begin))
         name = f"parts/{unit.index:06d}.npy"

@@ -31,7 +31,7 @@ from sharmill.stages.inputs import identify_roots, segment_reader, segment_roots
 from sharmill.stages.lines import OFFSET, column, finish_manifest, identify_manifest, merge_columns, write_part
 from sharmill.voices.config import VoicesConfig
 
-# What a round leaves for each line, besides the manifest with notes about the audio: the embedding as float16, a hash
+# Arrays with an item for each line, besides the manifest with notes about the audio: the embedding as float16, a hash
 # of the samples, and the change of the voice within the segment (see ``EmbeddedSegment.turn``).
 ARRAYS: Final = ("embedding", "content", "turn")
 _CONTENT_BITS: Final = (1 << 64) - 1

@@ -260,7 +260,7 @@ SECTIONS: Final = Registry(
 _EXTRAS: Final = {
     "av": "formats", "espeakng_loader": "demo", "nemo": "nemo", "nemo_toolkit": "nemo", "peft": "speechlm2",
     "prometheus_client": "prometheus", "pyarrow": "parquet", "ray": "ray", "resemblyzer": "resemblyzer",
-    "submitit": "slurm", "tensorboard": "nemo", "transformers": "transformers", "wandb": "nemo",
+    "silero_vad": "vad", "submitit": "slurm", "tensorboard": "nemo", "transformers": "transformers", "wandb": "nemo",
 }  # fmt: skip
 
 

@@ -1,0 +1,111 @@
+"""The voice activity detector of the package silero-vad, with one pass of its network over many frames.
+
+The package's own model takes one frame per call. Only the weights of that model are used, so the package, which sets
+the number of torch's threads, is not imported. The network is that of its ``tinygrad_model.py``: a spectrum, four
+convolutions and an LSTM (https://github.com/snakers4/silero-vad). The weights are those of ``silero_vad.jit``, because
+the wheel's safetensors file has weights of another version, with other probabilities.
+"""
+
+from importlib.metadata import distribution
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from sharmill.errors import refuse
+from sharmill.models.tensors import loading, weights_checksum
+from sharmill.registry import require_package
+
+SAMPLING_RATE: Final = 16000
+FRAME_SAMPLES: Final = 512
+# Samples of the previous frame that a frame begins with, and mirrored samples at its end.
+_CONTEXT: Final = 64
+# Frames in one pass, about a minute; longer audio takes several passes, which bounds the memory.
+_MAX_FRAMES: Final = 2048
+
+
+class _Network(nn.Module):
+    """The layers of the model at 16 kHz."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stft_conv = nn.Conv1d(1, 258, 256, stride=128, bias=False)
+        self.conv1 = nn.Conv1d(129, 128, 3, padding=1)
+        self.conv2 = nn.Conv1d(128, 64, 3, stride=2, padding=1)
+        self.conv3 = nn.Conv1d(64, 64, 3, stride=2, padding=1)
+        self.conv4 = nn.Conv1d(64, 128, 3, padding=1)
+        self.lstm = nn.LSTM(128, 128)
+        self.final_conv = nn.Conv1d(128, 1, 1)
+
+    def forward(self, frames: Tensor, state: tuple[Tensor, Tensor] | None) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        """Map (frames, context + samples) and the state after the previous frames to (frames,) and the next state."""
+        spectra = self.stft_conv(functional.pad(frames, (0, _CONTEXT), mode="reflect")[:, None])
+        values = (spectra[:, :129].square() + spectra[:, 129:].square()).sqrt()
+        for conv in (self.conv1, self.conv2, self.conv3, self.conv4):
+            values = conv(values).relu()
+        hidden, state = self.lstm(values.transpose(1, 2), state)
+        return self.final_conv(hidden.relu().transpose(1, 2)).sigmoid().flatten(), state
+
+
+class SileroVad:
+    """The detector, with the probabilities of the package's model for audio at 16 kHz.
+
+    Args:
+        device: the torch device of the model.
+
+    Attributes:
+        checksum: the xxh3 (hex) of the weights.
+
+    Raises:
+        ConfigError: the package or its weights are missing or damaged; the message names the extra ``vad``.
+    """
+
+    def __init__(self, device: str = "cpu") -> None:
+        with torch.random.fork_rng(devices=[]):
+            network = _Network()
+        with loading("silero-vad", OSError, RuntimeError, ValueError):
+            stored = torch.jit.load(str(weights_path()), map_location="cpu").state_dict()
+            # The layers have other names there, but the same order.
+            weights = [tensor for name, tensor in stored.items() if name.startswith("_model.")]
+            network.load_state_dict(dict(zip(network.state_dict(), weights, strict=True)))
+        self.checksum = weights_checksum(network.state_dict())
+        self._network = network.eval().to(device)
+        self._device = device
+
+    @torch.inference_mode()
+    def speech_probabilities(self, samples: np.ndarray) -> np.ndarray:
+        """Return the probability of speech in each frame of 512 samples (32 ms).
+
+        Args:
+            samples: (samples,) float32 at 16 kHz, of any length; the last frame is filled with zeros.
+
+        Returns:
+            (ceil(samples / 512),) float32.
+        """
+        audio = np.pad(samples.astype(np.float32, copy=False), (_CONTEXT, -len(samples) % FRAME_SAMPLES))
+        found: list[np.ndarray] = []
+        state = None
+        if len(audio) == _CONTEXT:
+            return np.zeros(0, np.float32)
+        frames = torch.from_numpy(audio).unfold(0, _CONTEXT + FRAME_SAMPLES, FRAME_SAMPLES)
+        for part in frames.split(_MAX_FRAMES):
+            values, state = self._network(part.to(self._device), state)
+            found.append(values.cpu().numpy())
+        return np.concatenate(found)
+
+
+def weights_path() -> Path:
+    """Return the file of the weights in the installed package.
+
+    Raises:
+        ConfigError: the package or the file is missing.
+    """
+    require_package("silero_vad")
+    path = Path(str(distribution("silero-vad").locate_file("silero_vad/data/silero_vad.jit")))
+    refuse(
+        (not path.is_file(), f"{path} is missing: run pip install --force-reinstall 'sharmill[vad]'"), code="bad_model"
+    )
+    return path

@@ -1,4 +1,4 @@
-"""Registries of implementations: stages, executors, sources, models, export formats, and sections of the report.
+"""Registries of implementations: stages, executors, sources, models, scorers, export formats, report sections.
 
 A name in a configuration is one of three kinds:
 
@@ -8,7 +8,8 @@ A name in a configuration is one of three kinds:
 - ``python:package.module:Class``, any importable object.
 
 Implementations are imported on demand. Their contracts are defined in ``sharmill.engine.stage``,
-``sharmill.executors.local``, ``sharmill.sources``, ``sharmill.models`` and ``sharmill.export.run``.
+``sharmill.executors.local``, ``sharmill.sources``, ``sharmill.models``, ``sharmill.scores.scorer`` and
+``sharmill.export.run``.
 """
 
 import difflib
@@ -178,6 +179,7 @@ STAGES: Final = Registry(
         "match": "sharmill.match.stage:MatchStage",
         "write": "sharmill.write.stage:WriteStage",
         "encode": "sharmill.encode.stage:EncodeStage",
+        "scores": "sharmill.scores.stage:ScoresStage",
         "validate": "sharmill.validate.stage:ValidateStage",
     },
     base="sharmill.engine.stage:Stage",
@@ -224,6 +226,7 @@ ENCODERS: Final = Registry(
     "speaker encoder",
     "sharmill.encoders",
     {"resemblyzer": "sharmill.models.families:Resemblyzer", "nemo": "sharmill.models.families:NemoEncoder"},
+    base="sharmill.models:ModelFamily",
 )
 CODECS: Final = Registry(
     "codec",
@@ -233,6 +236,22 @@ CODECS: Final = Registry(
         "nemo": "sharmill.models.families:NemoCodec",
         "transformers": "sharmill.models.families:TransformersCodec",
     },
+    base="sharmill.models:ModelFamily",
+)
+SCORERS: Final = Registry(
+    "scorer",
+    "sharmill.scorers",
+    {
+        "signal": "sharmill.scores.families:Signal",
+        "text": "sharmill.scores.families:Text",
+        "speech": "sharmill.scores.families:Speech",
+        "dnsmos": "sharmill.scores.families:Dnsmos",
+        "mos": "sharmill.scores.families:Mos",
+        "squim": "sharmill.scores.families:Squim",
+        "utmos": "sharmill.scores.families:Utmos",
+        "cer": "sharmill.scores.families:Cer",
+    },
+    base="sharmill.scores.scorer:Scorer",
 )
 EXPORTS: Final = Registry(
     "form of export",
@@ -258,9 +277,10 @@ SECTIONS: Final = Registry(
 
 # Extras that install optional packages, by the names of modules or packages.
 _EXTRAS: Final = {
-    "av": "formats", "espeakng_loader": "demo", "nemo": "nemo", "nemo_toolkit": "nemo", "peft": "speechlm2",
-    "prometheus_client": "prometheus", "pyarrow": "parquet", "ray": "ray", "resemblyzer": "resemblyzer",
-    "silero_vad": "vad", "submitit": "slurm", "tensorboard": "nemo", "transformers": "transformers", "wandb": "nemo",
+    "av": "formats", "distillmos": "scores", "espeakng_loader": "demo", "nemo": "nemo", "nemo_toolkit": "nemo",
+    "onnxruntime": "scores", "peft": "speechlm2", "prometheus_client": "prometheus", "pyarrow": "parquet", "ray": "ray",
+    "resemblyzer": "resemblyzer", "silero-vad": "vad", "silero_vad": "vad", "speechmos": "scores", "submitit": "slurm",
+    "tensorboard": "nemo", "transformers": "transformers", "wandb": "nemo",
 }  # fmt: skip
 
 

@@ -298,7 +298,10 @@ def _make(kind: Any, value: Any, place: str, origin: str, *, for_display: bool =
     if isinstance(value, list) and (form is list or (form is tuple and all(map(dataclasses.is_dataclass, kinds)))):
         kinds = kinds * len(value) if form is list else kinds
         pairs = enumerate(zip(kinds, value, strict=True))
-        return [_make(one, item, f"{place}[{n}]", origin, for_display=for_display) for n, (one, item) in pairs]
+        return [
+            _make(one, _with_model_key(one, item), f"{place}[{n}]", origin, for_display=for_display)
+            for n, (one, item) in pairs
+        ]
     if isinstance(value, dict) and dataclasses.is_dataclass(owner):
         return _make_section(owner, value, place, origin, for_display=for_display)
     try:
@@ -312,6 +315,11 @@ def _make(kind: Any, value: Any, place: str, origin: str, *, for_display: bool =
         return made
     except msgspec.ValidationError as error:
         raise ConfigError(f"{origin}: {_readable(kind, value, str(error), place)}", code="bad_config_value") from error
+
+
+def _with_model_key(kind: Any, item: Any) -> Any:
+    """Return a list item as a mapping if it is only the name of a model, such as a scorer without options."""
+    return {kind.options_of[1]: item} if isinstance(item, str) and _options_of(kind) else item
 
 
 def _make_section(kind: Any, values: dict[Any, Any], place: str, origin: str, *, for_display: bool = False) -> Any:

@@ -190,6 +190,14 @@ class Publishes(Protocol):
         """Return the description of the files that the stage publishes."""
 
 
+@runtime_checkable
+class ChoosesResource(Protocol):
+    """A stage whose ``resource`` depends on its settings."""
+
+    def resource_of(self, run: "StageRun") -> Resource:
+        """Return the resource that the ranks of this run need."""
+
+
 class Publication:
     """Files of a stage in a directory shared by several runs, such as a dataset; reserved until the stage is finished.
 
@@ -331,7 +339,8 @@ class StageRun:
 
     @property
     def resource(self) -> Resource:
-        return self.declaration.resource
+        stage = self.declaration
+        return stage.resource_of(self) if isinstance(stage, ChoosesResource) else stage.resource
 
     @property
     def cost_unit(self) -> CostUnit:

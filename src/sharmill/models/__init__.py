@@ -9,7 +9,8 @@ an item do not depend on the other items in the batch, apart from the rounding o
 
 A family of models is a class derived from ``ModelFamily``. sharmill's own families are listed in ``sharmill.registry``.
 Another package adds a family by an entry point in the group ``sharmill.encoders`` or ``sharmill.codecs``, or a
-configuration refers to the family's class as ``python:package.module:Class``.
+configuration refers to the family's class as ``python:package.module:Class``. Scorers are families too; see
+``sharmill.scores.scorer``.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ __all__ = [
     "ModelFamily",
     "SpeakerEncoder",
     "find_codec",
+    "find_model",
     "find_recorded_codec",
     "find_speaker_encoder",
     "load_codec",
@@ -258,7 +260,8 @@ def find_speaker_encoder(name: str, **options: Any) -> ModelFamily:
     >>> find_speaker_encoder("nemo:titanet_large").min_similarity
     0.6
     """
-    return _find_model(ENCODERS, name, options)
+    model: ModelFamily = find_model(ENCODERS, name, options)
+    return model
 
 
 def find_codec(name: str, **options: Any) -> ModelFamily:
@@ -270,7 +273,8 @@ def find_codec(name: str, **options: Any) -> ModelFamily:
     >>> find_codec("nemo:nvidia/low-frame-rate-speech-codec-22khz").published_name
     'nemo:nvidia/low-frame-rate-speech-codec-22khz'
     """
-    return _find_model(CODECS, name, options)
+    model: ModelFamily = find_model(CODECS, name, options)
+    return model
 
 
 def load_speaker_encoder(
@@ -407,7 +411,7 @@ def _load_model(
     method: str,
 ) -> Any:  # fmt: skip
     """Load a model and set the precision of its ``method``; raise ConfigError if it lacks a part of its protocol."""
-    model = _find_model(registry, name, options).load(device)
+    model = find_model(registry, name, options).load(device)
     if missing := [part for part in (*protocol.__annotations__, method) if not hasattr(model, part)]:
         raise ConfigError(f"the {registry.kind} {name!r} lacks {' and '.join(missing)}", code="bad_plugin")
     if precision != "fp32":
@@ -415,19 +419,14 @@ def _load_model(
     return model
 
 
-def _find_model(registry: Registry, name: str, options: Mapping[str, Any]) -> ModelFamily:
-    """Find a model by its name and the options of its family.
+def find_model(registry: Registry, name: str, options: Mapping[str, Any]) -> Any:
+    """Find a model by its name and the options of its family, without loading it.
 
     Raises:
         ConfigError: the family does not exist or cannot be imported, or an option or its value is invalid.
     """
     implementation, target = registry.split(name)
-    family = registry.load(implementation)
-    if not (isinstance(family, type) and issubclass(family, ModelFamily)):
-        raise ConfigError(
-            f"the {registry.kind} {implementation!r} is not a class derived from sharmill.models.ModelFamily",
-            code="bad_plugin",
-        )
+    family = registry.load_class(implementation)
     valid = list(family.options())
     for option in options:
         if option not in valid:

@@ -2,7 +2,7 @@
 
 The configuration in a checkpoint names classes to instantiate and files to load. NeMo has a list of allowed names, but
 the list includes functions and models that write files, remove folders or load code from a hub. This module allows only
-the classes of speech codecs and speaker models.
+the classes of speech codecs, speaker models and speech recognisers.
 """
 
 import json
@@ -36,7 +36,15 @@ _TRAINING_ONLY: Final = re.compile(
 _TTS: Final = "nemo.collections.tts"
 _ASR: Final = "nemo.collections.asr"
 _PREPROCESSORS: Final = ("AudioToMFCCPreprocessor", "AudioToMelSpectrogramPreprocessor")
-_CONVOLUTIONS: Final = ("ConvASREncoder", "ECAPAEncoder", "ParallelConvASREncoder", "SpeakerDecoder")
+_CONVOLUTIONS: Final = (
+    "ConvASRDecoder", "ConvASREncoder", "ECAPAEncoder", "ParallelConvASREncoder", "SpeakerDecoder",
+)  # fmt: skip
+_TRANSDUCERS: Final = ("RNNTDecoder", "RNNTJoint")
+_RECOGNISERS: Final = {
+    "ctc_models": "EncDecCTCModel", "ctc_bpe_models": "EncDecCTCModelBPE", "rnnt_models": "EncDecRNNTModel",
+    "rnnt_bpe_models": "EncDecRNNTBPEModel", "hybrid_rnnt_ctc_models": "EncDecHybridRNNTCTCModel",
+    "hybrid_rnnt_ctc_bpe_models": "EncDecHybridRNNTCTCBPEModel",
+}  # fmt: skip
 _CLASSES: Final = {
     f"{_TTS}.models.audio_codec": ("AudioCodecModel",),
     f"{_TTS}.models": ("AudioCodecModel",),
@@ -52,8 +60,10 @@ _CLASSES: Final = {
         "DiscriminatorHingedLoss", "DiscriminatorSquaredLoss", "GeneratorHingedLoss", "GeneratorSquaredLoss",
     ),
     f"{_ASR}.models.label_models": ("EncDecSpeakerLabelModel",),
-    f"{_ASR}.models": ("EncDecSpeakerLabelModel",),
-    f"{_ASR}.modules": ("ConformerEncoder", *_PREPROCESSORS, *_CONVOLUTIONS),
+    f"{_ASR}.models": ("EncDecSpeakerLabelModel", *_RECOGNISERS.values()),
+    **{f"{_ASR}.models.{module}": (name,) for module, name in _RECOGNISERS.items()},
+    f"{_ASR}.modules": ("ConformerEncoder", *_PREPROCESSORS, *_CONVOLUTIONS, *_TRANSDUCERS),
+    f"{_ASR}.modules.rnnt": _TRANSDUCERS,
     f"{_ASR}.modules.audio_preprocessing": _PREPROCESSORS,
     f"{_ASR}.modules.conformer_encoder": ("ConformerEncoder",),
     f"{_ASR}.modules.conv_asr": _CONVOLUTIONS,
@@ -67,6 +77,8 @@ _LAYER: Final = re.compile(r"torch\.nn\.[A-Z][A-Za-z0-9]*")
 _TARGET_KEYS: Final = ("_target_", "target", "cls")
 # Maximum sizes of mel filter banks. The banks are made outside torch, where the limit on layers does not apply.
 _MAX_BANDS: Final = {"n_fft": 1 << 16, "features": 1 << 12, "n_mels": 1 << 12, "mel_dim": 1 << 12}
+# Name of a file that lies in the archive beside the configuration, such as the model of a tokenizer.
+_MEMBER: Final = re.compile(r"nemo:[^./\\][^/\\]*")
 _PATH: Final = re.compile(r"(nemo:)?([/~]|\.\.?/|.*(/\.\.|://))|.*\$\{", re.DOTALL)
 # Matches a file name without folders that is not hidden; checksums ignore hidden files.
 _PLAIN_NAME: Final = re.compile(r"[^./\\][^/\\]*")
@@ -185,12 +197,16 @@ def _find_fault(name: str, value: Any) -> str | None:
     """Return why a value is forbidden; None if it is allowed. ``name`` is the last part of its key."""
     if name == "_target_" or (name in _TARGET_KEYS and isinstance(value, str)):
         if str(value) not in _ALLOWED and not _LAYER.fullmatch(str(value)):
-            return "which is not a known part of codecs and speaker models"
+            return "which is not a known part of codecs and speech models"
     elif value is None or value is False:
         return None
     elif name == "trust_remote_code" or name.startswith("init_from_"):
         return "which loads files beyond the checkpoint"
-    elif isinstance(value, str) and (_PATH.match(value) or (name.endswith("_path") and value)):
+    elif (
+        isinstance(value, str)
+        and not _MEMBER.fullmatch(value)
+        and (_PATH.match(value) or (name.endswith("_path") and value))
+    ):
         return "which lies outside the checkpoint"
     elif isinstance(value, (int, float)) and value > _MAX_BANDS.get(name, value):
         return "more than any speech model has"

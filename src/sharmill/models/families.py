@@ -76,9 +76,9 @@ class NemoModel(ModelFamily):
 
     def resolve(self) -> Path | None:
         target, path = self.target, Path(self.target).expanduser()
-        is_file = target.endswith(".nemo")
+        is_file, family = target.endswith(".nemo"), self.name.partition(":")[0]
         refuse(
-            (not target, "'nemo' is incomplete: write nemo:<pretrained name or path of a .nemo file>"),
+            (not target, f"'{family}' is incomplete: write {family}:<pretrained name or path of a .nemo file>"),
             (not is_file and target.startswith(_PATH_STARTS),
              f"{target} is not a .nemo file: give the path of one, or the name of a pretrained model"),
             (is_file and not path.is_file(), f"{target} does not exist: correct the path of the .nemo checkpoint"),

@@ -9,10 +9,12 @@ import threading
 import urllib.error
 import urllib.request
 from collections.abc import Mapping
+from importlib.metadata import distribution
+from pathlib import Path
 from typing import Any, Final
 from urllib.parse import urlsplit
 
-from sharmill.errors import ConfigError, one_line
+from sharmill.errors import ConfigError, one_line, refuse
 
 # Time limits in seconds: for the request alone, and for the request and the name lookup, which has no limit of its own.
 _ANSWER_SECONDS: Final = 4.0
@@ -24,6 +26,17 @@ class _FollowsNoRedirect(urllib.request.HTTPRedirectHandler):
 
     def redirect_request(self, *args: Any) -> None:
         return None
+
+
+def packaged_file(package: str, file: str) -> Path:
+    """Return the path of a file in an installed package, such as its weights, without importing the package.
+
+    Raises:
+        ConfigError: the package has no such file.
+    """
+    path = Path(str(distribution(package).locate_file(file)))
+    refuse((not path.is_file(), f"{path} is missing: run pip install --force-reinstall {package}"), code="bad_model")
+    return path
 
 
 def require_on_hub(name: str, file: str) -> None:

@@ -9,8 +9,6 @@ embeddings) was published by Wan et al., Generalized End-to-End Loss for Speaker
 """
 
 import math
-from importlib.metadata import distribution
-from pathlib import Path
 from typing import Final
 
 import numpy as np
@@ -19,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional
 
-from sharmill.errors import refuse
+from sharmill.models.hub import packaged_file
 from sharmill.models.tensors import fit_length, move_batch, unit_embeddings, weights_checksum
 
 # Values of resemblyzer.hparams, and defaults of embed_utterance.
@@ -100,19 +98,19 @@ class ResemblyzerEncoder:
         return mels[items[:, None], frames]
 
 
-def mel_filters() -> NDArray[np.float32]:
-    """Return resemblyzer's mel filters (mels, frequencies), bit-identical to ``librosa.filters.mel``.
+def mel_filters(num_mels: int = _NUM_MELS, size: int = _WINDOW) -> NDArray[np.float32]:
+    """Return mel filters (mels, frequencies) for audio at 16 kHz, bit-identical to ``librosa.filters.mel``.
 
-    Importing librosa would open two thousand files. The scale is Slaney's: linear below 1 kHz, and logarithmic above it
+    By default, they are those of resemblyzer; ``size`` is the length of the FFT. Importing librosa would open two thousand files. The scale is Slaney's: linear below 1 kHz, and logarithmic above it
     with 27 steps for each factor of 6.4.
     """
     linear, step, above = 200.0 / 3, np.log(6.4) / 27.0, 1000.0
     last = above / linear + np.log(_SAMPLING_RATE / 2 / above) / step
-    mels = np.linspace(0.0, last, _NUM_MELS + 2)
+    mels = np.linspace(0.0, last, num_mels + 2)
     edges = linear * mels
     is_above = mels >= above / linear
     edges[is_above] = above * np.exp(step * (mels[is_above] - above / linear))
-    ramps = np.subtract.outer(edges, np.fft.rfftfreq(_WINDOW, 1.0 / _SAMPLING_RATE))
+    ramps = np.subtract.outer(edges, np.fft.rfftfreq(size, 1.0 / _SAMPLING_RATE))
     widths = np.diff(edges)[:, None]
     filters = np.maximum(0, np.minimum(-ramps[:-2] / widths[:-1], ramps[2:] / widths[1:])).astype(np.float32)
     filters *= (2.0 / (edges[2:] - edges[:-2]))[:, None]
@@ -135,8 +133,7 @@ def partial_starts(num_samples: int) -> list[int]:
 
 
 def _read_weights() -> dict[str, Tensor]:
-    path = Path(str(distribution("resemblyzer").locate_file("resemblyzer/pretrained.pt")))
-    refuse((not path.is_file(), f"{path} is missing: run pip install --force-reinstall resemblyzer"), code="bad_model")
+    path = packaged_file("resemblyzer", "resemblyzer/pretrained.pt")
     state = torch.load(path, map_location="cpu", weights_only=True)["model_state"]
     # The checkpoint also contains two scalars that belong to the training loss.
     return {name: tensor for name, tensor in state.items() if name.startswith(("lstm.", "linear."))}

@@ -6,8 +6,6 @@ convolutions and an LSTM (https://github.com/snakers4/silero-vad). The weights a
 the wheel's safetensors file has weights of another version, with other probabilities.
 """
 
-from importlib.metadata import distribution
-from pathlib import Path
 from typing import Final
 
 import numpy as np
@@ -15,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from sharmill.errors import refuse
+from sharmill.models.hub import packaged_file
 from sharmill.models.tensors import loading, weights_checksum
 from sharmill.registry import require_package
 
@@ -64,10 +62,12 @@ class SileroVad:
     """
 
     def __init__(self, device: str = "cpu") -> None:
+        require_package("silero_vad")
+        path = packaged_file("silero-vad", "silero_vad/data/silero_vad.jit")
         with torch.random.fork_rng(devices=[]):
             network = _Network()
         with loading("silero-vad", OSError, RuntimeError, ValueError):
-            stored = torch.jit.load(str(weights_path()), map_location="cpu").state_dict()
+            stored = torch.jit.load(str(path), map_location="cpu").state_dict()
             # The layers have other names there, but the same order.
             weights = [tensor for name, tensor in stored.items() if name.startswith("_model.")]
             network.load_state_dict(dict(zip(network.state_dict(), weights, strict=True)))
@@ -95,17 +95,3 @@ class SileroVad:
             values, state = self._network(part.to(self._device), state)
             found.append(values.cpu().numpy())
         return np.concatenate(found)
-
-
-def weights_path() -> Path:
-    """Return the file of the weights in the installed package.
-
-    Raises:
-        ConfigError: the package or the file is missing.
-    """
-    require_package("silero_vad")
-    path = Path(str(distribution("silero-vad").locate_file("silero_vad/data/silero_vad.jit")))
-    refuse(
-        (not path.is_file(), f"{path} is missing: run pip install --force-reinstall 'sharmill[vad]'"), code="bad_model"
-    )
-    return path

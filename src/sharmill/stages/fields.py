@@ -99,10 +99,15 @@ def add_fields(run: StageRun, fields: Sequence[Field], codec: CodecRecord | None
 
 
 def _describe(field: Field, run: StageRun) -> Field:
-    """Return the description of a field for the dataset, with the name and the settings of the stage that made it."""
+    """Return the description of a field for the dataset, with the name of the stage that made it.
+
+    Unless the field has settings of its own, it gets those of the stage.
+    """
     if field.is_published:
         return field
-    settings = {key: value for key, value in dataclasses.asdict(run.settings).items() if key != "name"}
+    settings = field.settings or {
+        key: value for key, value in dataclasses.asdict(run.settings).items() if key != "name"
+    }
     return msgspec.structs.replace(field, by=run.name, settings=run.options.references.hide(settings))
 
 

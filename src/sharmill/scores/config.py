@@ -1,0 +1,43 @@
+"""Configuration keys of the stage ``scores``."""
+
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from sharmill.config import Above0, StageSection, require
+from sharmill.registry import SCORERS
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScorerConfig:
+    """A scorer; a scorer without further keys can also be given by its name alone."""
+
+    options_of: ClassVar = (SCORERS, "scorer")
+
+    scorer: str
+    """Scorer to run: ``signal``, ``text``, ``speech``, ``dnsmos``, ``mos``, ``squim``, ``utmos:<file or repository>``,
+    ``cer:<pretrained name or .nemo file>``, or a scorer of another package."""
+    prefix: str = ""
+    """Text before the names of the columns, to tell the columns of two models apart."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Options of the scorer, set beside ``scorer`` in a configuration."""
+
+    @property
+    def label(self) -> str:
+        """The name of the scorer in messages."""
+        return f"{self.prefix}{self.scorer}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScoresConfig(StageSection):
+    """Scorers, which add columns of numbers to a dataset; a list of mappings makes several passes."""
+
+    name: str = ""
+    """Name of the pass, where there are several."""
+    scorers: list[ScorerConfig]
+    """List of scorers; each is a name, or a mapping with the keys below."""
+    batch_seconds: Above0 = 60.0
+    """Audio that is decoded and scored together, in seconds. It limits the memory, and may change the last digits of
+    the scores of models."""
+
+    def __post_init__(self) -> None:
+        require(bool(self.scorers), "scorers is empty: name at least one scorer, or remove the section")

@@ -1,0 +1,125 @@
+"""The interface of scorers, and the clips that they score."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import islice
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+
+from sharmill.audio.files import decode_bytes
+from sharmill.audio.resample import resample
+from sharmill.errors import RejectRecord, UnitFailed
+from sharmill.models import ModelFamily
+from sharmill.shar.histograms import supervision_of
+
+if TYPE_CHECKING:
+    from sharmill.scores.config import ScorerConfig
+
+
+class Clip:
+    """The target audio of a cut, with its facts. The audio is decoded on first use, and resampled once for each rate.
+
+    Args:
+        cut: the cut as stored in the dataset.
+        data: the encoded audio; None if the dataset has none for this cut.
+
+    Attributes:
+        id: the id of the cut.
+        text: its text; "" if it has none.
+        duration: its duration in seconds.
+    """
+
+    def __init__(self, cut: Mapping[str, Any], data: bytes | None) -> None:
+        self.cut = cut
+        self.id = str(cut["id"])
+        self.text = str(supervision_of(cut)[0].get("text") or "")
+        self.duration = float(cut["duration"])
+        self._data = data
+        self._resampled: dict[int, np.ndarray] = {}
+
+    @cached_property
+    def _decoded(self) -> tuple[np.ndarray, int]:
+        if self._data is None:
+            raise LookupError("the cut has no target audio")
+        try:
+            return decode_bytes(self._data, name=self.id)
+        except RejectRecord as error:
+            raise UnitFailed(f"the stored audio of {self.id} is unusable: {error}", code="damaged_shard") from error
+
+    @property
+    def sampling_rate(self) -> int:
+        """The sampling rate of the stored audio in Hz."""
+        return self._decoded[1]
+
+    def samples(self, sampling_rate: int | None = None) -> np.ndarray:
+        """Return the audio (samples,) as float32, at its own sampling rate or at the given one.
+
+        Raises:
+            LookupError: the dataset has no audio for this cut.
+            UnitFailed: the stored audio is damaged.
+        """
+        samples, rate = self._decoded
+        wanted = sampling_rate or rate
+        if wanted not in self._resampled:
+            self._resampled[wanted] = resample(samples, rate, wanted)
+        return self._resampled[wanted]
+
+
+# A loaded scorer: it maps clips to one row for each, with a number, NaN or None for each column.
+Score = Callable[[Sequence[Clip]], Sequence[Sequence[float | None]]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scorer(ModelFamily):
+    """A scorer: a family of models, whose ``load`` returns a function of type ``Score``.
+
+    The scores of a clip must not depend on the other clips, apart from the rounding of float arithmetic.
+    """
+
+    columns: ClassVar[Mapping[str, tuple[float, float] | None]]
+    """The names of the columns, each with the limits of its values, or None."""
+    uses_device: ClassVar[bool] = False
+    """True if ranks with a GPU should load it there; otherwise it gets the device ``cpu``."""
+
+    @abstractmethod
+    def load(self, device: str) -> Score:
+        """Return the loaded scorer.
+
+        Raises:
+            ConfigError: see ``ModelFamily.load``.
+        """
+
+    def column_names(self, config: ScorerConfig) -> list[str]:
+        """Return the names of the columns in the dataset."""
+        return [f"{config.prefix}{column}" for column in self.columns]
+
+
+def mean_over_windows(
+    clips: Sequence[np.ndarray],
+    cut: Callable[[np.ndarray], Iterator[np.ndarray]],
+    model: Callable[[np.ndarray], np.ndarray],
+    most: int = 16,
+) -> np.ndarray:
+    """Return the mean of a model's values over the windows of each clip.
+
+    Args:
+        clips: the audio of each clip, (samples,).
+        cut: a function that yields the windows of a clip, which all have the same length.
+        model: a function that maps windows (windows, samples) to values (windows, columns).
+        most: the maximum number of windows in a batch; windows of several clips share a batch.
+
+    Returns:
+        (clips, columns) float64.
+    """
+    windows = ((number, window) for number, samples in enumerate(clips) for window in cut(samples))
+    found: list[list[np.ndarray]] = [[] for _ in clips]
+    while batch := list(islice(windows, most)):
+        values = model(np.stack([window for _, window in batch]))
+        for (number, _), row in zip(batch, values, strict=True):
+            found[number].append(row)
+    return np.array([np.mean(rows, axis=0, dtype=np.float64) for rows in found])

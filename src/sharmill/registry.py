@@ -266,6 +266,7 @@ SECTIONS: Final = Registry(
         "funnel": "sharmill.report.contents:FUNNEL",
         "listening": "sharmill.report.listening:LISTENING",
         "contents": "sharmill.report.contents:CONTENTS",
+        "scores": "sharmill.report.scores:SCORES",
         "pilot": "sharmill.pilot.page:PILOT",
         "voices": "sharmill.report.contents:VOICES",
         "codes": "sharmill.report.contents:CODES",

@@ -318,8 +318,14 @@ def _make(kind: Any, value: Any, place: str, origin: str, *, for_display: bool =
 
 
 def _with_model_key(kind: Any, item: Any) -> Any:
-    """Return a list item as a mapping if it is only the name of a model, such as a scorer without options."""
-    return {kind.options_of[1]: item} if isinstance(item, str) and _options_of(kind) else item
+    """Return a list item as a mapping if it is only the name of a model and the other keys have defaults."""
+    is_name = isinstance(item, str) and _options_of(kind) and _required_keys(kind) == [kind.options_of[1]]
+    return {kind.options_of[1]: item} if is_name else item
+
+
+def _required_keys(kind: Any) -> list[str]:
+    missing = dataclasses.MISSING
+    return [field.name for field in _key_fields(kind) if field.default is field.default_factory is missing]
 
 
 def _make_section(kind: Any, values: dict[Any, Any], place: str, origin: str, *, for_display: bool = False) -> Any:
@@ -339,11 +345,7 @@ def _make_section(kind: Any, values: dict[Any, Any], place: str, origin: str, *,
         made[_options_of(kind)] = {key: made[key] if isinstance(values[key], str) else values[key] for key in options}
     made = {key: value for key, value in made.items() if key in fields}
     refuse(
-        *(
-            (name not in made, f"{_at(origin, place)}: the key '{name}' is missing")
-            for name, field in fields.items()
-            if field.default is field.default_factory is dataclasses.MISSING
-        ),
+        *((name not in made, f"{_at(origin, place)}: the key '{name}' is missing") for name in _required_keys(kind)),
         code="missing_key",
     )
     try:

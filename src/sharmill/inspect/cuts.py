@@ -25,7 +25,7 @@ from sharmill.shar.arrays import array_from_bytes
 from sharmill.shar.fields import CUTS
 from sharmill.shar.histograms import supervision_of
 from sharmill.shar.index import CodecRecord, DatasetRecord, ShardRecord, read_dataset, read_shards
-from sharmill.shar.items import Item, open_items
+from sharmill.shar.items import Item, open_items, read_field
 from sharmill.shar.json_lines import decode_cut, read_cuts, read_json_lines
 
 _WAVEFORM_CHARACTERS: Final = " ▁▂▃▄▅▆▇█"
@@ -120,6 +120,15 @@ def read_shard(directory: Location, shard: ShardRecord) -> Iterator[dict[str, An
         DamagedShard: the file is damaged.
     """
     return read_cuts(_file(directory, shard, CUTS))
+
+
+def read_stored_field(directory: Location, shard: ShardRecord, field: str) -> Iterator[Item]:
+    """Yield the items of a field in a shard.
+
+    Raises:
+        DamagedShard: the file is missing or damaged.
+    """
+    return read_field(_file(directory, shard, field))
 
 
 def _file(directory: Location, shard: ShardRecord, field: str) -> Location:

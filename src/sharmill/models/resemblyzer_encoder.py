@@ -101,8 +101,9 @@ class ResemblyzerEncoder:
 def mel_filters(num_mels: int = _NUM_MELS, size: int = _WINDOW) -> NDArray[np.float32]:
     """Return mel filters (mels, frequencies) for audio at 16 kHz, bit-identical to ``librosa.filters.mel``.
 
-    By default, they are those of resemblyzer; ``size`` is the length of the FFT. Importing librosa would open two thousand files. The scale is Slaney's: linear below 1 kHz, and logarithmic above it
-    with 27 steps for each factor of 6.4.
+    By default, they are those of resemblyzer; ``size`` is the length of the FFT. Importing librosa would open two
+    thousand files. The scale is Slaney's: linear below 1 kHz, and logarithmic above it with 27 steps for each factor
+    of 6.4.
     """
     linear, step, above = 200.0 / 3, np.log(6.4) / 27.0, 1000.0
     last = above / linear + np.log(_SAMPLING_RATE / 2 / above) / step

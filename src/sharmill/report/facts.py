@@ -34,12 +34,12 @@ from sharmill.errors import ConfigError, DamagedShard, RejectRecord
 from sharmill.files.arrays import map_stored_array
 from sharmill.files.checksums import checksum
 from sharmill.files.stored import load_record, read_record, read_records, read_stored
-from sharmill.inspect.cuts import StoredCut, open_stored_shard, read_codes, read_shard
+from sharmill.inspect.cuts import StoredCut, open_stored_shard, read_codes, read_shard, read_stored_field
 from sharmill.manifest import Reject
 from sharmill.match.embed import unpack_voice
 from sharmill.report.text import shorten
-from sharmill.shar.fields import CONTEXT_AUDIO, SHARDS_FILE, TARGET_CODES, codes_field
-from sharmill.shar.histograms import CutMeasures, cut_values, sound_values, supervision_of
+from sharmill.shar.fields import CONTEXT_AUDIO, SHARDS_FILE, TARGET_CODES, Field, codes_field
+from sharmill.shar.histograms import MAX_VALUE, CutMeasures, cut_values, sound_values, supervision_of
 from sharmill.shar.index import CodecRecord, DatasetRecord, FieldFile, ShardRecord, read_dataset, read_shards
 
 _MAX_SHARDS: Final = 12
@@ -78,6 +78,7 @@ class DatasetSample:
         measures: measures of the cuts in these shards; measures of audio cover fewer cuts.
         context_uses: for each context, by its path and offset, the places of the cuts in these shards that use it.
         speakers: seconds of target audio by speaker in these shards.
+        values: by field of values, its numbers in these shards, each with the place of its cut.
         code_counts: by codec, the frequency of each code, shape (codebooks, codebook size).
         pairs: cuts to listen to.
         unreadable: number of unreadable items by problem.
@@ -88,6 +89,7 @@ class DatasetSample:
     measures: CutMeasures = field(default_factory=CutMeasures)
     context_uses: defaultdict[str, list[_Place]] = field(default_factory=lambda: defaultdict(list))
     speakers: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
+    values: defaultdict[str, list[tuple[float, _Place]]] = field(default_factory=lambda: defaultdict(list))
     code_counts: dict[str, np.ndarray] = field(default_factory=dict)
     pairs: list[Pair] = field(default_factory=list)
     unreadable: Counter[str] = field(default_factory=Counter)
@@ -134,6 +136,10 @@ def _sample_dataset(
                 if "context_audio_filepath" in custom:
                     context = f"{custom['context_audio_filepath']} {custom.get('context_audio_offset')}"
                     sample.context_uses[context].append(places[-1])
+        for layout in record.layout:
+            if layout.kind == "value":
+                with sample.counting_damage():
+                    sample.values[layout.name] += _numbers(directory, shard, layout)
     sample.num_cuts = len(places)
     order = rng.permutation(len(places)).tolist()
     by_index = {shard.index: shard for shard in shards}
@@ -148,7 +154,7 @@ def _sample_dataset(
     if codecs or measures is None or not measures.has_sound:
         _measure_cuts(
             sample, record, codecs,
-            _read_cuts(sample, directory, by_index, sorted(places[n] for n in order[:_MEASURED])),
+            read_cuts_at(sample, directory, by_index, sorted(places[n] for n in order[:_MEASURED])),
         )  # fmt: skip
     of_all = {name: found for name, found in (measures.extremes if measures else {}).items() if found}
     worst = {
@@ -161,13 +167,24 @@ def _sample_dataset(
     for name, found_places in worst.items():
         for place in found_places[:_WORST_PAIRS]:
             reasons.setdefault(place, []).append(name)
-    for stored in _read_cuts(sample, directory, by_index, reasons):
+    for stored in read_cuts_at(sample, directory, by_index, reasons):
         of_stored = cut_values(stored.cut) | _sound_values(sample, record, stored)
         sample.pairs.append(Pair(stored, reasons[stored.shard, stored.number], of_stored))
     return sample
 
 
-def _read_cuts(
+def _numbers(directory: Path, shard: ShardRecord, layout: Field) -> list[tuple[float, _Place]]:
+    """Return the finite numbers of a field of values in a shard, each with the place of its cut."""
+    items = islice(read_stored_field(directory, shard, layout.name), _MAX_CUTS_PER_SHARD)
+    values = [(item.metadata or {}).get(layout.attribute) for item in items]
+    return [
+        (float(value), (shard.index, number))
+        for number, value in enumerate(values)
+        if isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < MAX_VALUE
+    ]
+
+
+def read_cuts_at(
     sample: DatasetSample, directory: Path, shards: Mapping[int, ShardRecord], places: Iterable[_Place]
 ) -> Iterator[StoredCut]:
     """Yield the cuts at these places in the given order; count unreadable cuts instead of yielding them."""

@@ -42,7 +42,7 @@ _WAVE_COLUMNS: Final = 100
 _PALETTE: Final = ((13, 17, 43), (59, 31, 107), (140, 41, 99), (221, 81, 58), (252, 165, 53), (252, 244, 190))
 
 # The template's values for a player: role, audio and pictures as ``data:`` URLs, and length before shortening.
-_Clip = dict[str, Any]
+Clip = dict[str, Any]
 
 
 def _wave_path(samples: np.ndarray) -> str:
@@ -138,7 +138,7 @@ def _load_decoders(
 
 def _clips(
     stored: StoredCut, record: DatasetRecord, decoders: list[tuple[CodecRecord, DecodingCodec]]
-) -> Iterator[_Clip]:
+) -> Iterator[Clip]:
     seconds: dict[str, float] = {}
     for field in record.audio_fields:
         role = "context" if field == CONTEXT_AUDIO else "target"
@@ -147,7 +147,7 @@ def _clips(
         if item is not None and item.data is not None:
             samples, rate = decode_bytes(item.data)
             seconds[role] = len(samples) / rate
-            yield _make_clip(role, samples, rate, seconds[role])
+            yield make_clip(role, samples, rate, seconds[role])
     for codec, decoder in decoders:
         for role, of_audio in seconds.items():
             try:
@@ -157,10 +157,16 @@ def _clips(
             except ConfigError:
                 # In datasets from other tools, a field may lack an item for this cut.
                 continue
-            yield _make_clip(f"{role} decoded from {codec.name}", samples, rate, of_audio or len(samples) / rate)
+            yield make_clip(f"{role} decoded from {codec.name}", samples, rate, of_audio or len(samples) / rate)
 
 
-def _make_clip(role: str, samples: np.ndarray, rate: int, seconds: float) -> _Clip:
+def make_clip(role: str, samples: np.ndarray, rate: int, seconds: float) -> Clip:
+    """Return the values of a player for audio (samples,), shortened to eight seconds.
+
+    Args:
+        role: the name of the audio.
+        seconds: its length before shortening.
+    """
     wanted = next((known for known in _RATES if rate <= known), _RATES[-1])
     heard = resample(samples[: round(_MAX_SECONDS * rate)].astype(np.float32), rate, wanted)
     data = base64.b64encode(encode(heard, wanted, "opus", _COMPRESSION)).decode()

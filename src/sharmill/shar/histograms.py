@@ -24,7 +24,7 @@ _KEPT_EXTREMES: Final = 4
 # gigabytes.
 _MAX_BYTES: Final = 1 << 20
 # Larger numbers are not measures; JSON allows numbers of 400 digits.
-_MAX_VALUE: Final = 1e12
+MAX_VALUE: Final = 1e12
 
 
 class Scale(msgspec.Struct, frozen=True):
@@ -201,7 +201,7 @@ def cut_values(cut: Mapping[str, Any]) -> dict[str, float]:
     values = {
         name: float(value)
         for name, value in found.items()
-        if isinstance(value, (int, float)) and abs(value) < _MAX_VALUE
+        if isinstance(value, (int, float)) and abs(value) < MAX_VALUE
     }
     if isinstance(text := supervision.get("text"), str) and text:
         values["text_length"] = float(len(text))

@@ -85,6 +85,35 @@ def _save_speaker(
     return path
 
 
+def save_nemo_ctc(path: Path) -> Path:
+    """Save an EncDecCTCModel at 16 kHz that writes letters, with a single layer and random weights."""
+    from nemo.collections.asr.models import EncDecCTCModel
+    from omegaconf import OmegaConf
+
+    letters = list(" abcdefghijklmnopqrstuvwxyz")
+    layer = {"repeat": 1, "stride": [1], "dilation": [1], "dropout": 0.1, "residual": False, "separable": True}
+    config = {
+        "sample_rate": 16000,
+        "labels": letters,
+        "preprocessor": {
+            "_target_": f"{ASR}.AudioToMelSpectrogramPreprocessor", "sample_rate": 16000, "normalize": "per_feature",
+            "window_size": 0.025, "window_stride": 0.01, "window": "hann", "features": 20, "n_fft": 512,
+        },
+        "encoder": {
+            "_target_": f"{ASR}.ConvASREncoder", "feat_in": 20, "activation": "relu", "conv_mask": True,
+            "jasper": [layer | {"filters": 32, "kernel": [3]}],
+        },
+        "decoder": {
+            "_target_": f"{ASR}.ConvASRDecoder", "feat_in": 32, "num_classes": len(letters), "vocabulary": letters,
+        },
+    }  # fmt: skip
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        model = EncDecCTCModel(cfg=OmegaConf.create(config))
+    model.save_to(str(path))
+    return path
+
+
 def nemo_codec_config(*, causal: bool = True, samples_per_frame: int = 32) -> dict[str, Any]:
     """Configuration of an AudioCodecModel at 16 kHz: 3 codebooks of 60, 32 samples per frame.
 

@@ -68,6 +68,7 @@ class ScoresStage(FieldStage):
 
     kind = "scores"
     section = ScoresConfig
+    cost_unit = "seconds of audio"
 
     def check(self, config: Config) -> None:
         for settings in config.all(ScoresConfig):
@@ -145,7 +146,7 @@ class ScoresProcessor(FieldProcessor):
         for clips in self._groups(unit, ids):
             values = [self._score(name, scorer, score, clips) for name, scorer, score in self._scorers]
             rows += [[value for row in of_clip for value in row] for of_clip in zip(*values, strict=True)]
-            self._advance(len(clips))
+            self._advance(sum(clip.duration for clip in clips))
         for column, (field, path) in enumerate(zip(self.fields, paths, strict=True)):
             write_values(path, field.attribute, ((id, row[column]) for id, row in zip(ids, rows, strict=True)))
 

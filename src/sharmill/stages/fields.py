@@ -58,8 +58,9 @@ class FieldStage(Stage):
         start = 0
         for shard in dataset_of(run).shards():
             cuts = shard.fields[CUTS]
+            cost = shard.target_seconds if self.cost_unit == "seconds of audio" else float(shard.count)
             yield make_unit(
-                shard.index, cost=float(shard.count), size=shard.count,
+                shard.index, cost=cost, size=shard.count,
                 params={"start": start, "cuts": [cuts.file, cuts.xxh3], "seconds": shard.target_seconds},
             )  # fmt: skip
             start += shard.count

@@ -24,7 +24,7 @@ class ToyScorer(Scorer):
             if self.kill and any("3.flac" in clip.text for clip in clips) and not Path(self.kill).exists():
                 Path(self.kill).touch()
                 os.kill(os.getpid(), 9)
-            rows = [[float(abs(clip.samples(8000)).max()), len(clip.samples())] for clip in clips]
+            rows = [[float(abs(clip.samples(8000)).max()), len(clip.stored[0])] for clip in clips]
             for row, clip in zip(rows, clips, strict=True):
                 if self.fault == "raises everywhere" or (self.fault == "raises" and "1.flac" in clip.text):
                     raise KeyError("no such voice")

@@ -39,6 +39,20 @@ def packaged_file(package: str, file: str) -> Path:
     return path
 
 
+def require_in_torch_hub(name: str, cached: str, server: str) -> None:
+    """Raise ConfigError within seconds unless torch.hub has cached a model, or its server responds.
+
+    Args:
+        name: the model as named in the configuration.
+        cached: the file or folder below the folder of torch.hub.
+        server: the URL of the server.
+    """
+    import torch
+
+    if not (Path(torch.hub.get_dir()) / cached).exists():
+        require_reachable(server, name)
+
+
 def require_on_hub(name: str, file: str) -> None:
     """Raise ConfigError within seconds unless a file of a model is in the local cache or on the hub.
 

@@ -2,7 +2,6 @@
 
 import pickle
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
@@ -10,8 +9,9 @@ import torch
 import torchaudio
 
 from sharmill.models.resemblyzer_encoder import mel_filters
+from sharmill.models.silero import SileroVad
 from sharmill.models.tensors import loading
-from sharmill.scores.scorer import Clip, Score, mean_over_windows
+from sharmill.scores.scorer import Clip, Score, Scorer, mean_over_windows
 
 _SAMPLING_RATE: Final = 16000
 _P808_FFT: Final = 321
@@ -25,15 +25,17 @@ _DNSMOS_SCALE: Final = np.array([
 _LOADING_ERRORS: Final = (OSError, RuntimeError, KeyError, TypeError, AttributeError, pickle.UnpicklingError)
 
 
-def load_dnsmos(rated: Path, p808: Path) -> Score:
+def load_speech(scorer: Scorer, device: str) -> Score:
+    """Load silero-vad."""
+    detector = SileroVad(device)
+    return lambda clips: [[(detector.speech_probabilities(one) > 0.5).mean()] for one in _samples(clips)]
+
+
+def load_dnsmos(scorer: Scorer, device: str) -> Score:
     """Load DNSMOS, with the results of the package speechmos, whose import of librosa is avoided.
 
     Samples beyond full scale, which the package refuses, are clipped. Sources: Reddy et al., DNSMOS P.835,
     https://arxiv.org/abs/2110.01763, and the module ``speechmos.dnsmos``.
-
-    Args:
-        rated: the model of the ratings of speech, background and overall quality.
-        p808: the model of P.808 ratings.
     """
     import onnxruntime
 
@@ -41,9 +43,10 @@ def load_dnsmos(rated: Path, p808: Path) -> Score:
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = options.inter_op_num_threads = 1
     with loading("dnsmos", *_LOADING_ERRORS):
-        sessions = [
-            onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"]) for path in (rated, p808)
-        ]
+        rated, p808 = (
+            onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+            for path in scorer.weight_files()
+        )
     filters, window = torch.from_numpy(mel_filters(120, _P808_FFT)), torch.hann_window(_P808_FFT)
 
     def model(windows: np.ndarray) -> np.ndarray:
@@ -52,14 +55,11 @@ def load_dnsmos(rated: Path, p808: Path) -> Score:
         )
         levels = (filters @ spectra.abs().square()).clamp(min=1e-10).log10() * 10
         features = ((levels - levels.amax(dim=(1, 2), keepdim=True)).clamp(min=-80.0) + 40) / 40
-        raw = sessions[0].run(None, {"input_1": windows})[0].astype(np.float64)
+        raw = rated.run(None, {"input_1": windows})[0].astype(np.float64)
         ratings = sum(_DNSMOS_SCALE[:, power] * raw ** (2 - power) for power in range(3))
-        return np.hstack([ratings, sessions[1].run(None, {"input_1": features.transpose(1, 2).numpy()})[0]])
+        return np.hstack([ratings, p808.run(None, {"input_1": features.transpose(1, 2).numpy()})[0]])
 
-    def score(clips: Sequence[Clip]) -> Any:
-        return mean_over_windows(_samples(clips), _dnsmos_windows, model).tolist()
-
-    return score
+    return lambda clips: mean_over_windows(_samples(clips), _dnsmos_windows, model).tolist()
 
 
 def _dnsmos_windows(samples: np.ndarray) -> Iterator[np.ndarray]:
@@ -74,12 +74,13 @@ def _dnsmos_windows(samples: np.ndarray) -> Iterator[np.ndarray]:
             yield whole[start:end]
 
 
-def load_mos(weights: Path, device: str) -> Score:
+def load_mos(scorer: Scorer, device: str) -> Score:
     """Load DistillMOS, with the results of its package (Stahl and Gamper, https://arxiv.org/abs/2502.05356)."""
     from distillmos import ConvTransformerSQAModel
 
     with loading("mos", *_LOADING_ERRORS), torch.random.fork_rng(devices=[]):
         network = ConvTransformerSQAModel(load_weights=False, segmenting_in_forward=False)
+        (weights,) = scorer.weight_files()
         network.load_state_dict(torch.load(weights, map_location="cpu", weights_only=True)["model"])
     network.eval().to(device)
 
@@ -100,14 +101,10 @@ def _mos_windows(samples: np.ndarray) -> Iterator[np.ndarray]:
         yield whole[start : start + _MOS_SAMPLES]
 
 
-def load_squim(name: str, weights: Path | None, device: str) -> Score:
-    """Load torchaudio's SQUIM (Kumar et al., https://arxiv.org/abs/2304.01448).
-
-    Args:
-        name: the scorer as named in the configuration.
-        weights: the file of its weights; None for torchaudio's, which are downloaded on first use.
-    """
-    with loading(name, *_LOADING_ERRORS), torch.random.fork_rng(devices=[]):
+def load_squim(scorer: Scorer, device: str) -> Score:
+    """Load torchaudio's SQUIM (Kumar et al., https://arxiv.org/abs/2304.01448), by default with its own weights."""
+    weights = scorer.resolve()
+    with loading(scorer.name, *_LOADING_ERRORS), torch.random.fork_rng(devices=[]):
         if weights is None:
             network = torchaudio.pipelines.SQUIM_OBJECTIVE.get_model()
         else:
@@ -117,32 +114,23 @@ def load_squim(name: str, weights: Path | None, device: str) -> Score:
     return _one_by_one(lambda audio: [float(value) for value in network(audio)], device)
 
 
-def load_utmos(name: str, path: Path | None, entry: str, device: str) -> Score:
-    """Load a TorchScript file or a model of torch.hub that maps audio (1, samples) and its rate to one number.
-
-    Args:
-        name: the scorer as named in the configuration.
-        path: the file, or the folder of a repository; None if ``name`` names a repository.
-        entry: the name of the model in a folder or repository.
-    """
-    with loading(name, *_LOADING_ERRORS, ValueError), torch.random.fork_rng(devices=[]):
+def load_utmos(scorer: Any, device: str) -> Score:
+    """Load a TorchScript file or a model of torch.hub that maps audio (1, samples) and its rate to one number."""
+    path = scorer.resolve()
+    with loading(scorer.name, *_LOADING_ERRORS, ValueError), torch.random.fork_rng(devices=[]):
         if path is not None and path.is_file():
             network = torch.jit.load(str(path), map_location="cpu")
         else:
-            place, source = (name.partition(":")[2], "github") if path is None else (str(path), "local")
-            network = torch.hub.load(place, entry, source=source, trust_repo=True, skip_validation=True)
+            place, source = (scorer.target, "github") if path is None else (str(path), "local")
+            network = torch.hub.load(place, scorer.entry, source=source, trust_repo=True, skip_validation=True)
     network.eval().to(device)
     return _one_by_one(lambda audio: network(audio, _SAMPLING_RATE).flatten().tolist(), device)
 
 
 def _one_by_one(model: Callable[[torch.Tensor], list[float]], device: str) -> Score:
     """Return a scorer that gives a model one clip at a time, because padding would change its results."""
-
-    @torch.inference_mode()
-    def score(clips: Sequence[Clip]) -> list[list[float]]:
-        return [model(torch.from_numpy(samples)[None].to(device)) for samples in _samples(clips)]
-
-    return score
+    guarded = torch.inference_mode()(model)
+    return lambda clips: [guarded(torch.from_numpy(samples)[None].to(device)) for samples in _samples(clips)]
 
 
 def _samples(clips: Sequence[Clip]) -> list[np.ndarray]:

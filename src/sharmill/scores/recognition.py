@@ -2,18 +2,18 @@
 
 import unicodedata
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torchaudio
 
+from sharmill.models.families import NemoModel
 from sharmill.models.nemo_models import quiet_nemo
 from sharmill.scores.scorer import Clip, Score
 
 
-def load_cer(model: Any, device: str) -> Score:
+def load_cer(scorer: NemoModel, device: str) -> Score:
     """Return a scorer that transcribes clips with a NeMo ASRModel, and compares the transcripts with their texts."""
-    model.to(device)
+    model = scorer.restore(("preprocessor.", "encoder.", "decoder.", "joint.")).to(device)
     rate = int(model.cfg.preprocessor.sample_rate)
 
     @torch.inference_mode()

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
+import pkgutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
-from typing import TYPE_CHECKING, Any, ClassVar
+from pathlib import Path
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -15,10 +16,8 @@ from sharmill.audio.files import decode_bytes
 from sharmill.audio.resample import resample
 from sharmill.errors import RejectRecord, UnitFailed
 from sharmill.models import ModelFamily
+from sharmill.models.hub import packaged_file
 from sharmill.shar.histograms import supervision_of
-
-if TYPE_CHECKING:
-    from sharmill.scores.config import ScorerConfig
 
 
 class Clip:
@@ -43,7 +42,13 @@ class Clip:
         self._resampled: dict[int, np.ndarray] = {}
 
     @cached_property
-    def _decoded(self) -> tuple[np.ndarray, int]:
+    def stored(self) -> tuple[np.ndarray, int]:
+        """The audio (samples,) as float32 at its own sampling rate, and this rate.
+
+        Raises:
+            LookupError: the dataset has no audio for this cut.
+            UnitFailed: the stored audio is damaged.
+        """
         if self._data is None:
             raise LookupError("the cut has no target audio")
         try:
@@ -51,23 +56,11 @@ class Clip:
         except RejectRecord as error:
             raise UnitFailed(f"the stored audio of {self.id} is unusable: {error}", code="damaged_shard") from error
 
-    @property
-    def sampling_rate(self) -> int:
-        """The sampling rate of the stored audio in Hz."""
-        return self._decoded[1]
-
-    def samples(self, sampling_rate: int | None = None) -> np.ndarray:
-        """Return the audio (samples,) as float32, at its own sampling rate or at the given one.
-
-        Raises:
-            LookupError: the dataset has no audio for this cut.
-            UnitFailed: the stored audio is damaged.
-        """
-        samples, rate = self._decoded
-        wanted = sampling_rate or rate
-        if wanted not in self._resampled:
-            self._resampled[wanted] = resample(samples, rate, wanted)
-        return self._resampled[wanted]
+    def samples(self, sampling_rate: int) -> np.ndarray:
+        """Return the audio (samples,) as float32 at a sampling rate; raises the same errors as ``stored``."""
+        if sampling_rate not in self._resampled:
+            self._resampled[sampling_rate] = resample(*self.stored, sampling_rate)
+        return self._resampled[sampling_rate]
 
 
 # A loaded scorer: it maps clips to one row for each, with a number, NaN or None for each column.
@@ -76,27 +69,33 @@ Score = Callable[[Sequence[Clip]], Sequence[Sequence[float | None]]]
 
 @dataclass(frozen=True, kw_only=True)
 class Scorer(ModelFamily):
-    """A scorer: a family of models, whose ``load`` returns a function of type ``Score``.
+    """A scorer: a family of models whose ``load`` returns a function of type ``Score``.
 
     The scores of a clip must not depend on the other clips, apart from the rounding of float arithmetic.
     """
 
+    takes_target: ClassVar[bool] = False
     columns: ClassVar[Mapping[str, tuple[float, float] | None]]
     """The names of the columns, each with the limits of its values, or None."""
     uses_device: ClassVar[bool] = False
     """True if ranks with a GPU should load it there; otherwise it gets the device ``cpu``."""
+    weights: ClassVar[tuple[str, ...]] = ()
+    """The name of a package, followed by the files with weights in it."""
+    loader: ClassVar[str] = ""
+    """The function that ``load`` calls with the scorer and the device, as ``module:name``."""
 
-    @abstractmethod
+    def resolve(self) -> Path | None:
+        path = super().resolve()
+        self.weight_files()
+        return path
+
+    def weight_files(self) -> list[Path]:
+        """Return the paths of the files in ``weights``; raise ConfigError if one is missing."""
+        return [packaged_file(self.weights[0], file) for file in self.weights[1:]]
+
     def load(self, device: str) -> Score:
-        """Return the loaded scorer.
-
-        Raises:
-            ConfigError: see ``ModelFamily.load``.
-        """
-
-    def column_names(self, config: ScorerConfig) -> list[str]:
-        """Return the names of the columns in the dataset."""
-        return [f"{config.prefix}{column}" for column in self.columns]
+        score: Score = pkgutil.resolve_name(self.loader)(self, device)
+        return score
 
 
 def mean_over_windows(

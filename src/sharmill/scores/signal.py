@@ -1,13 +1,12 @@
 """Scores that are computed from the signal or the text alone, without a model."""
 
 import math
-from collections.abc import Sequence
 from typing import Final
 
 import numpy as np
 
 from sharmill.audio.sound import measure_sound
-from sharmill.scores.scorer import Clip
+from sharmill.scores.scorer import Score, Scorer
 
 LOWEST_SNR: Final = -20.0
 HIGHEST_SNR: Final = 100.0
@@ -26,10 +25,14 @@ _TENTH: Final = 1.28
 _LOWEST_HZ: Final = 60.0
 
 
-def signal_scores(clips: Sequence[Clip]) -> list[list[float]]:
-    """Return the values of ``measure_sound`` and the signal-to-noise ratio of each clip."""
-    found = [(clip.samples(), clip.sampling_rate) for clip in clips]
-    return [[*measure_sound(*audio), estimate_snr(*audio)] for audio in found]
+def load_signal(scorer: Scorer, device: str) -> Score:
+    """Return the scorer of the values of ``measure_sound`` and the signal-to-noise ratio."""
+    return lambda clips: [[*measure_sound(*clip.stored), estimate_snr(*clip.stored)] for clip in clips]
+
+
+def load_text(scorer: Scorer, device: str) -> Score:
+    """Return the scorer of characters per second; clips without text have none."""
+    return lambda clips: [[len(clip.text) / clip.duration if clip.text and clip.duration else None] for clip in clips]
 
 
 def estimate_snr(samples: np.ndarray, sampling_rate: int) -> float:
@@ -63,8 +66,3 @@ def estimate_snr(samples: np.ndarray, sampling_rate: int) -> float:
         return LOWEST_SNR
     ratio = 10 * math.log10(speech / noise_power) if noise_power > 0 else HIGHEST_SNR
     return min(max(ratio, LOWEST_SNR), HIGHEST_SNR)
-
-
-def text_scores(clips: Sequence[Clip]) -> list[list[float | None]]:
-    """Return the characters per second of each clip; None without text."""
-    return [[len(clip.text) / clip.duration if clip.text and clip.duration else None] for clip in clips]

@@ -1,6 +1,5 @@
 """Stage ``scores``, which adds columns of numbers to a dataset; each clip is decoded once for all scorers of a pass."""
 
-import logging
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -15,7 +14,7 @@ from sharmill.config import Config
 from sharmill.engine.delays import spent_on
 from sharmill.engine.stage import Advance, Processor, Resource, StageRun, versions
 from sharmill.engine.unit import Output, Totals, Unit
-from sharmill.errors import ConfigError, FatalError, SharmillError, is_device_error, one_line, refuse
+from sharmill.errors import ConfigError, FatalError, SharmillError, is_device_error, mentions_memory, one_line, refuse
 from sharmill.files.staging import Staging
 from sharmill.models import find_model, make_deterministic
 from sharmill.models.device import check_device
@@ -25,8 +24,6 @@ from sharmill.scores.scorer import Clip, Score, Scorer
 from sharmill.shar.fields import TARGET_AUDIO, Field
 from sharmill.shar.json_lines import read_cuts, write_values
 from sharmill.stages.fields import FieldProcessor, FieldStage
-
-log = logging.getLogger(__name__)
 
 # Significant digits of a stored score.
 _DIGITS: Final = 6
@@ -46,7 +43,7 @@ class Scorers:
             ConfigError: a scorer does not exist, or two scorers of the section make the same column.
         """
         found = [(one, find_model(SCORERS, one.scorer, one.options)) for one in settings.scorers]
-        made = Counter(name for one, scorer in found for name in scorer.column_names(one))
+        made = Counter(f"{one.prefix}{column}" for one, scorer in found for column in scorer.columns)
         twice = [name for name, count in made.items() if count > 1]
         refuse(
             (twice, f"two scorers make the column {' and '.join(twice)}: remove one of them, or give it a prefix"),
@@ -56,7 +53,7 @@ class Scorers:
 
     @property
     def modules(self) -> Sequence[str]:
-        return [module for _, scorer in self.chosen for module in scorer.modules]
+        return [module for _, one in self.chosen for module in (*one.modules, one.loader.partition(":")[0]) if module]
 
     def check(self) -> None:
         for _, scorer in self.chosen:
@@ -84,11 +81,12 @@ class ScoresStage(FieldStage):
     def fields(self, run: StageRun) -> list[Field]:
         return [
             Field(
-                name=name, file=f"{name}/values.{{:06d}}.jsonl.gz", kind="value", attribute=name, limits=limits,
-                optional=True, settings={"scorer": scorer.published_name, **one.options},
+                name=one.prefix + column, file=f"{one.prefix}{column}/values.{{:06d}}.jsonl.gz", kind="value",
+                attribute=one.prefix + column, limits=limits, optional=True,
+                settings={"scorer": scorer.published_name, **one.options},
             )
             for one, scorer in self.model(run).chosen
-            for name, limits in zip(scorer.column_names(one), scorer.columns.values(), strict=True)
+            for column, limits in scorer.columns.items()
         ]  # fmt: skip
 
     def identity(self, run: StageRun) -> dict[str, Any]:
@@ -118,7 +116,6 @@ class ScoresStage(FieldStage):
             note = f"{one.label} gave no score for {missing:,} of {num_cuts:,} cuts; the first: {found[0]['first']}"
             if raised == num_cuts > 1:
                 raise FatalError(f"{run.name}: {note}; correct or remove this scorer", code="bad_plugin")
-            log.warning("%s: %s", run.name, note)
             notes.append(note)
         return msgspec.structs.replace(super().finalize(run), notes=notes)
 
@@ -167,54 +164,27 @@ class ScoresProcessor(FieldProcessor):
         """Return the row of each clip; if the scorer raises on a group, it gets each of its clips alone."""
         try:
             with spent_on("model"):
-                rows = score(clips)
+                values = np.array(score(clips), np.float64)  # None becomes NaN
         except Exception as error:
-            if isinstance(error, SharmillError | ImportError | MemoryError) or _is_of_device(error):
+            is_of_machine = mentions_memory(str(error)) or is_device_error(error)
+            if is_of_machine or isinstance(error, SharmillError | ImportError | MemoryError):
                 raise
             if len(clips) > 1:
                 return [row for clip in clips for row in self._score(name, scorer, score, [clip])]
             self._count(name, clips[0], f"{type(error).__name__}: {one_line(error)}", raised=1)
             return [[None] * len(scorer.columns)]
-        return [
-            self._checked(name, clip, row) for clip, row in zip(clips, _parse(name, scorer, rows, clips), strict=True)
-        ]
-
-    def _checked(self, name: str, clip: Clip, row: np.ndarray) -> list[float | None]:
-        values = [float(f"{value:.{_DIGITS}g}") if math.isfinite(value) else None for value in row.tolist()]
-        if None in values:
-            self._count(name, clip, "no finite value")
-        return values
+        if values.shape != (len(clips), len(scorer.columns)):
+            raise ConfigError(
+                f"the scorer {name!r} returned {f'values of shape {values.shape}' if values.shape else 'nothing'} for "
+                f"{len(clips)} clips and the columns {', '.join(scorer.columns)}: it must return a row for each clip "
+                "with a number for each column",
+                code="bad_plugin",
+            )
+        for number in np.flatnonzero(~np.isfinite(values).all(axis=1)).tolist():
+            self._count(name, clips[number], "no finite value")
+        return [[float(f"{one:.{_DIGITS}g}") if math.isfinite(one) else None for one in row] for row in values.tolist()]
 
     def _count(self, name: str, clip: Clip, problem: str, raised: int = 0) -> None:
-        first = {"missing": 0, "raised": 0, "first": f"{clip.id}: {problem}"}
-        faults = self._faults.setdefault(name, first)
+        faults = self._faults.setdefault(name, {"missing": 0, "raised": 0, "first": f"{clip.id}: {problem}"})
         faults["missing"] += 1
         faults["raised"] += raised
-
-
-def _is_of_device(error: Exception) -> bool:
-    """Return True for errors of the machine, which are not the fault of a clip."""
-    import torch
-
-    return isinstance(error, torch.OutOfMemoryError) or is_device_error(error)
-
-
-def _parse(name: str, scorer: Scorer, rows: Any, clips: Sequence[Clip]) -> np.ndarray:
-    """Return the values of a scorer as an array (clips, columns), in which None has become NaN.
-
-    Raises:
-        ConfigError: they are not one number for each clip and column.
-    """
-    expected = (len(clips), len(scorer.columns))
-    try:
-        values = np.array(rows, np.float64)
-    except (TypeError, ValueError):
-        values = np.empty(0)
-    if values.shape != expected:
-        got = "nothing" if rows is None else f"values of shape {np.shape(values)}"
-        raise ConfigError(
-            f"the scorer {name!r} returned {got} for {expected[0]} clips and the columns {', '.join(scorer.columns)}: "
-            "it must return one row for each clip with one number for each column",
-            code="bad_plugin",
-        )
-    return values

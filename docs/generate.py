@@ -72,7 +72,8 @@ def make_configuration() -> str:
     from sharmill.encode.config import CodecConfig
     from sharmill.executors.local import ConfiguredExecutor
     from sharmill.executors.slurm.profile import ClusterProfile, RankProfile
-    from sharmill.registry import CODECS, ENCODERS, EXECUTORS, SOURCES, STAGES
+    from sharmill.registry import CODECS, ENCODERS, EXECUTORS, SCORERS, SOURCES, STAGES
+    from sharmill.scores.config import ScorerConfig
     from sharmill.sources import Source
 
     parts = [INTRODUCTION, make_top_level()]
@@ -89,6 +90,9 @@ def make_configuration() -> str:
         if kind == "encode":
             parts.append(section(CodecConfig, "`encode.codecs`", "Each list item has these keys."))
             parts += options_of_families(CODECS, "`encode.codecs`", "model")
+        if kind == "scores":
+            parts.append(section(ScorerConfig, "`scores.scorers`", "Each list item is a name, or has these keys."))
+            parts += options_of_families(SCORERS, "`scores.scorers`", "scorer")
     parts.append(section(ConfiguredExecutor, "`executor`"))
     common = read_meanings(ConfiguredExecutor).keys()
     for name in EXECUTORS.own:

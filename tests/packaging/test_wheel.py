@@ -22,6 +22,8 @@ EXTRAS = {
     "parquet": ("pyarrow",),
     "slurm": ("submitit",),
     "ray": ("ray",),
+    "scores": ("distillmos", "onnxruntime", "speechmos", "xls_r_sqa"),
+    "vad": ("silero_vad",),
     "formats": ("av",),
     "demo": ("nemo", "nemo_toolkit", "transformers", "pyarrow", "librosa", "espeakng_loader", "resemblyzer"),
 }
@@ -128,6 +130,8 @@ NEEDS = {
         "transformers",
     ),
     "parquet files": (["run", "config.yaml", "match=null", "sources=[{type: parquet, parquet: x.parquet}]"], "parquet"),
+    "a scorer": (["run", "config.yaml", "match=null", "scores={scorers: [text, dnsmos]}"], "scores"),
+    "the speech detector": (["run", "config.yaml", "match=null", "scores={scorers: [speech]}"], "vad"),
     "SLURM": (["submit", "prepare", "config.yaml", "--dry-run"], "slurm"),
     "Ray": (["run", "config.yaml", "executor.kind=ray"], "ray"),
 }

@@ -122,7 +122,7 @@ def test_a_broken_scorer_ends_the_run_with_its_name(fault, words, tmp_path):
         ({"scorers": []}, "bad_config_value", "scorers is empty"),
         ({"scorers": ["signal", {"scorer": "signal"}]}, "bad_config_value", "loudness"),
         ({"scorers": ["python:support.scorers:LacksColumns"]}, "bad_plugin", "sharmill.scores.scorer.Scorer"),
-        ({"scorers": [{"scorer": TOY, "falt": "nan"}]}, "unknown_key", "falt"),
+        ({"scorers": [{"scorer": TOY, "option": "nan"}]}, "unknown_key", "option"),
         ([{"name": "a", "scorers": ["text"]}, {"name": "b", "scorers": ["text"]}], "bad_config_value", "scores/a"),
     ],
 )

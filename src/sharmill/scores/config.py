@@ -9,7 +9,7 @@ from sharmill.registry import SCORERS
 
 @dataclass(frozen=True, kw_only=True)
 class ScorerConfig:
-    """A scorer; a scorer without further keys can also be given by its name alone."""
+    """A scorer."""
 
     options_of: ClassVar = (SCORERS, "scorer")
 

@@ -25,6 +25,7 @@ REASONS: Final[dict[str, str]] = {
     "empty_audio": "the audio has no samples",
     "non_finite_audio": "the audio has NaN or infinite samples",
     "silent_audio": "the loudest sample of the audio is below -60 dB of full scale",
+    "no_speech": "no speech was found in the recording",
     "over_full_scale": "the loudest sample of the audio is more than 24 dB above full scale, as in integers as floats",
     "changed_audio": "the audio file has changed since an earlier stage read it",
     "duration_mismatch": "the duration in the manifest or in the file header disagrees with the audio",
@@ -63,6 +64,7 @@ REMEDIES: Final[dict[str, str]] = {
     "empty_audio": "copy these files again, or remove the records",
     "non_finite_audio": "create these files again",
     "silent_audio": "copy these files again, or remove the records",
+    "no_speech": "lower --min-segment, or remove these recordings",
     "over_full_scale": "set float_scale of the source to the full-scale value of its files: 32768 for floats with "
     "16-bit values, 8388608 for 24 bits, 2147483648 for 32 bits",
     "changed_audio": "restore the audio, or start over from prepare with --restart",

@@ -5,6 +5,7 @@ recording. Audio for a speaker encoder is not stored, and is resampled more accu
 """
 
 import math
+from collections.abc import Iterable, Iterator
 from decimal import ROUND_HALF_UP, Decimal
 from functools import lru_cache
 from typing import Any, Final, Literal
@@ -88,6 +89,19 @@ def resample(audio: np.ndarray, from_rate: int, to_rate: int, resampling: Resamp
     if len(resampled) < length:  # torchaudio's float32 length is too short above about 2**24 samples
         return np.pad(resampled, (0, length - len(resampled)), mode="reflect")
     return resampled[:length]
+
+
+def resample_blocks(blocks: Iterable[np.ndarray], from_rate: int, to_rate: int) -> Iterator[np.ndarray]:
+    """Yield the samples that ``resample`` with ``soxr`` returns for consecutive blocks, in blocks of other lengths."""
+    if from_rate == to_rate:
+        yield from blocks
+        return
+    import soxr
+
+    stream = soxr.ResampleStream(from_rate, to_rate, 1, dtype="float32", quality="HQ")
+    for block in blocks:
+        yield stream.resample_chunk(block)
+    yield stream.resample_chunk(np.zeros(0, np.float32), last=True)
 
 
 def _round_half_up(num_samples: float) -> int:

@@ -368,8 +368,13 @@ def _parse_list(context: click.Context, parameter: click.Parameter, text: str | 
 @click.option("--download", is_flag=True, help="Corpus: download it, or its --splits, to SOURCE first, with lhotse.")
 @click.option("--remove-noises", is_flag=True,
               help="Fisher: remove tags, punctuation, capitals and uncertain utterances.")  # fmt: skip
+@click.option("--segment", type=click.Choice(["vad"]),
+              help="vad: cut recordings into utterances by voice activity.")  # fmt: skip
 @click.option("--min-segment", type=click.FloatRange(min=0.0, min_open=True), metavar="SECONDS",
-              help="Corpus: join consecutive utterances of a channel up to this duration.")  # fmt: skip
+              help="Shortest utterance of --segment (default: 1). Corpus: join consecutive utterances of a channel up "
+                   "to this duration.")  # fmt: skip
+@click.option("--max-segment", type=click.FloatRange(min=0.0, min_open=True), metavar="SECONDS",
+              help="Longest utterance of --segment (default: 20).")  # fmt: skip
 @click.option("--vocabulary", metavar="FILE", help="Write the vocabulary of the (training) texts to this file.")
 @click.option("--vocabulary-of", type=click.Choice(["characters", "words"]), default="characters", show_default=True,
               help="Units of the vocabulary.")  # fmt: skip
@@ -396,13 +401,14 @@ def _parse_list(context: click.Context, parameter: click.Parameter, text: str | 
 @click.option("--number", "numbers", multiple=True, metavar="KEY", help="Table: key with numeric values.")
 @workers_option
 @click.option("--force", is_flag=True, help="Replace FILE, its companion files and the vocabulary.")
+@click.option("--restart", is_flag=True, help="Discard the output of an interrupted --segment instead of resuming.")
 @json_option
 def manifest(sources: tuple[str, ...], output: str, workers: int | Literal["auto"], force: bool, **given: Any) -> int:
     """Create a manifest from a folder, table or corpus.
 
     SOURCE is a folder of audio with .txt or .lab files, a table (.csv, .tsv), a manifest to complete, or with --from a
-    corpus. Only the headers of audio files are read. Rejected records are written to FILE's .rejects.jsonl, and the
-    root of all paths to its .info.yaml.
+    corpus. Only the headers of audio files are read, unless --segment cuts the recordings. Rejected records are written
+    to FILE's .rejects.jsonl, and the root of all paths to its .info.yaml.
     """
     try:
         # The values are YAML, so that they can be numbers or lists.
@@ -415,16 +421,18 @@ def manifest(sources: tuple[str, ...], output: str, workers: int | Literal["auto
         audio_root=given["audio_root"], corpus=given["corpus"], vocabulary=given["vocabulary"],
         word_vocabulary=given["vocabulary_of"] == "words", splits=given["splits"], force=force,
         recipe_options=recipe_options, keys=_source_keys(given), download=given["download"],
-        min_segment=given["min_segment"],
+        segment=given["segment"], min_segment=given["min_segment"], max_segment=given["max_segment"],
+        restart=given["restart"],
     )  # fmt: skip
     with ProgressListener() as listener:
         try:
             made, totals = make_manifest(sources, output, options, workers=workers, listener=listener)
         except KeyboardInterrupt:
-            click.echo("Interrupted. Run the same command again to start over.", err=True)
+            again = "resume" if options.segment else "start over"
+            click.echo(f"Interrupted. Run the same command again to {again}.", err=True)
             return FAILED
     rejects = made.beside(REJECTS)
-    echo(f"{made.path}: {totals.num_out} records, {describe_cost(totals.hours * 3600, records=False)}")
+    echo(f"{made.path}: {totals.facts['records']} records, {describe_cost(totals.hours * 3600, records=False)}")
     if totals.rejects:
         listed = ", ".join(f"{reason} {count}" for reason, count in sorted(totals.rejects.items()))
         echo(f"rejects: {totals.num_rejected} ({listed}); see {rejects}")

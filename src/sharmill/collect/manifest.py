@@ -7,10 +7,10 @@ import itertools
 import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Final, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
 import msgspec
 
@@ -30,6 +30,7 @@ from sharmill.files.staging import Staging
 from sharmill.files.stored import load_record
 from sharmill.manifest import TYPED_KEYS, Reject, transcript_of, write_lines
 from sharmill.prepare.check import PrepareConfig, check_fields, parse_record, segment_times
+from sharmill.registry import require_package
 from sharmill.sources import Source, notes_of, record_text
 from sharmill.sources.files import check_text, expand_home, find_files, names_several, unpacked_name
 from sharmill.sources.folder import FolderSource
@@ -37,6 +38,9 @@ from sharmill.sources.lhotse import LhotseSource
 from sharmill.sources.nemo import NemoSource
 from sharmill.sources.speakers import UNDETERMINED, find_tag
 from sharmill.sources.table import TableSource, delimiter_of
+
+if TYPE_CHECKING:
+    from sharmill.collect.utterances import UtteranceLimits
 
 # Largest accepted difference in seconds between a record's duration and that of its audio.
 _TOLERANCE: Final = PrepareConfig().duration_tolerance
@@ -66,12 +70,15 @@ class ManifestOptions:
         corpus: name of the corpus in the only source, or None.
         recipe_options: further arguments of the corpus's recipe.
         splits: names or patterns of the corpus's splits; empty for all.
-        min_segment: join utterances of the corpus until they last this many seconds; None to leave utterances
-            unchanged.
+        segment: ``vad`` cuts recordings into utterances by voice activity; None keeps them whole.
+        min_segment: shortest utterance of ``segment`` in seconds, by default 1; or join utterances of the corpus until
+            they last this many seconds, by default not at all.
+        max_segment: longest utterance of ``segment`` in seconds, by default 20.
         download: let lhotse download the corpus into the folder first.
         vocabulary: path for the vocabulary of the texts, or None.
         word_vocabulary: True for a vocabulary of words rather than characters.
         force: replace an existing manifest, its companion files and the vocabulary.
+        restart: discard the state of an interrupted ``segment`` instead of resuming it.
     """
 
     audio_root: str | None = None
@@ -79,11 +86,21 @@ class ManifestOptions:
     corpus: str | None = None
     recipe_options: dict[str, Any] = field(default_factory=dict)
     splits: tuple[str, ...] = ()
+    segment: Literal["vad"] | None = None
     min_segment: float | None = None
+    max_segment: float | None = None
     download: bool = False
     vocabulary: str | None = None
     word_vocabulary: bool = False
     force: bool = False
+    restart: bool = False
+
+    def limits(self) -> "UtteranceLimits":
+        """Return the limits of utterances; raise ConfigError if they contradict each other."""
+        from sharmill.collect.utterances import UtteranceLimits  # imports torch
+
+        given = {"shortest": self.min_segment, "longest": self.max_segment}
+        return UtteranceLimits(**{key: value for key, value in given.items() if value is not None})
 
 
 @dataclass(frozen=True)
@@ -140,7 +157,8 @@ def make_manifest(
         workers: number of processes, or ``auto`` for all cores.
 
     Returns:
-        The files of the manifest, and the totals of the stage.
+        The files of the manifest, and the totals of the stage, which count the records of the sources; the fact
+        ``records`` is the number of records of the manifest.
 
     Raises:
         ConfigError: the sources, options or output cannot be used, or another process is creating the manifest.
@@ -172,13 +190,18 @@ def make_manifest(
         (is_source, f"--output {path} is one of the sources; name another file"),
         code="bad_usage",
     )
-    if not options.force:
+    run_dir = RunDir(path.with_name(f".{path.name}.manifest"))
+    # A resumed command may have been killed while it published the files.
+    if not options.force and not (options.segment and run_dir.path.exists()):
         _refuse_existing(destination.files())
+    if options.segment:
+        require_package("silero_vad")
+        options.limits()
     require_writable(path.parent)
     require_writable(beside.parent)
     with run_alone(
-        ManifestStage(destination, given, options), RunDir(path.with_name(f".{path.name}.manifest")), workers=workers,
-        listener=listener, resumes=False,
+        ManifestStage(destination, given, options), run_dir, workers=workers, listener=listener,
+        restart=options.restart, resumes=options.segment is not None,
     ) as (_, result):  # fmt: skip
         assert result.totals is not None
         return destination, result.totals
@@ -196,7 +219,16 @@ class ManifestStage(Stage):
         self.options = options
 
     def identity(self, run: StageRun) -> dict[str, Any]:
-        return {"versions": versions()}
+        options, root = self.options, self.destination.root
+        if options.segment is None:
+            return {"versions": versions()}
+        return {
+            "versions": versions("numpy", "silero-vad", "soxr", "torch"),
+            "limits": asdict(options.limits()),
+            "words": options.vocabulary is not None and options.word_vocabulary,
+            "sources": [[source.settings(), source.identity()] for source in self.given],
+            "paths": [root.name, *(os.path.relpath(str(source.audio_root), root) for source in self.given)],
+        }
 
     def plan(self, run: StageRun) -> Iterator[Unit]:
         folder = run.plan_folder
@@ -213,7 +245,8 @@ class ManifestStage(Stage):
         index = 0
         for number, entry in enumerate(inputs):
             before = index
-            for piece in entry.source.pieces(1000):
+            # A recording takes minutes if its speech has to be found.
+            for piece in entry.source.pieces(1 if self.options.segment else 1000):
                 yield make_unit(
                     index, cost=float(piece.num_records), size=piece.num_records,
                     params={"input": number, "piece": piece.params},
@@ -293,7 +326,9 @@ class ManifestStage(Stage):
             notes.append(
                 f"the recipe gave {len(warnings)} warnings; the first: {warnings[0]} (see {destination.beside(LOG)})"
             )
-        return msgspec.structs.replace(totals, rejects=by_reason, notes=notes)
+        if self.options.segment:
+            notes.insert(0, f"{total['records']:,} utterances in {totals.num_out:,} recordings")
+        return msgspec.structs.replace(totals, rejects=by_reason, notes=notes, facts={"records": total["records"]})
 
 
 def _vocabulary(root: Path, parts: dict[str, list[Commit]]) -> bytes:
@@ -319,6 +354,12 @@ class Completion(Processor):
         self._prefixes = [os.path.relpath(str(entry.source.audio_root), root) for entry in inputs]
         dataset = "_".join(root.name.split()) or "audio"
         self._rules = [entry.source.speaker_rule(dataset) for entry in inputs]
+        self._root = root
+        self._cutter = None
+        if options.segment:
+            from sharmill.collect.utterances import UtteranceCutter  # imports torch
+
+            self._cutter = UtteranceCutter(options.limits())
 
     def process(self, unit: Unit, staging: Staging, advance: Advance) -> Output:
         number = unit.params["input"]
@@ -326,7 +367,7 @@ class Completion(Processor):
         source = number if self._options.corpus is None else 0
         lines: list[bytes] = []
         rejects: list[Reject] = []
-        counts = Counter[str](dict.fromkeys(("seconds", *_COUNTS), 0))
+        counts = Counter[str](dict.fromkeys(("records", "seconds", *_COUNTS), 0))
         vocabulary = Counter[str]()
         notes = Counter[str]()
         for raw in self._inputs[number].source.read(unit.params["piece"]):
@@ -335,28 +376,39 @@ class Completion(Processor):
             try:
                 found = parse_record(raw)
                 record, channels = self._complete(found, number)
+                records = self._cut(record, notes, advance)
             except RejectRecord as reject:
                 rejects.append(Reject(ManifestStage.kind, reject.reason, reject.detail, found, source))
-            else:
+                continue
+            for record in records:
                 lines.append(msgspec.json.encode(record))
                 counts.update({
+                    "records": 1,
                     "seconds": record["duration"],
-                    "with_text": "text" in record,
+                    "with_text": bool(record.get("text")),
                     "with_speaker": self._rules[number].origin(record) != "none",
                     "of_several_channels": channels > 1 and "channel" not in record,
                 })  # fmt: skip
                 words = record.get("text", "").split()
                 vocabulary.update(words if self._options.word_vocabulary else "".join(words))
-            advance(1.0)
         part = f"parts/{unit.index:06d}"
         write_lines(staging.path(f"{part}.jsonl"), lines)
         write_new(staging.path(f"{part}.vocabulary.json"), msgspec.json.encode(vocabulary))
         return Output(
             files=[f"{part}.jsonl", f"{part}.vocabulary.json"],
-            num_out=len(lines),
+            num_out=unit.size - len(rejects),
             rejects=rejects,
             stats=counts | {"notes": notes},
         )
+
+    def _cut(self, record: dict[str, Any], notes: Counter[str], advance: Advance) -> list[dict[str, Any]]:
+        """Return the records of the utterances of a completed record, or the record itself without ``segment``."""
+        if self._cutter is None:
+            advance(1.0)
+            return [record]
+        records, found = self._cutter.cut(record, self._root / record["audio_filepath"], advance)
+        notes.update(found)
+        return records
 
     def _complete(self, found: dict[str, Any], number: int) -> tuple[dict[str, Any], int]:
         """Return the completed record, and the number of channels of its audio.
@@ -409,7 +461,7 @@ def _add_up_counts(commits: Iterable[Commit]) -> dict[str, Any]:
     """Return the number of records, the hours, and the number of records with each property in ``_COUNTS``."""
     counts = Counter[str]()
     for commit in commits:
-        counts.update({"records": commit.num_out, **{key: commit.stats[key] for key in ("seconds", *_COUNTS)}})
+        counts.update({key: commit.stats[key] for key in ("records", "seconds", *_COUNTS)})
     return {
         "records": counts["records"], "hours": round(counts["seconds"] / 3600, 6),
         **{name: counts[name] for name in _COUNTS},
@@ -421,9 +473,18 @@ def _make_sources(sources: Sequence[str], options: ManifestOptions) -> list[Sour
     of_corpus = options.corpus is not None
     refuse(
         (of_corpus and len(sources) > 1, "--from needs exactly one folder, the folder of the corpus"),
+        (of_corpus and options.segment, "--segment does not apply to a corpus; leave out --from or --segment"),
         (
-            not of_corpus and (options.splits or options.recipe_options or options.download or options.min_segment),
-            "--splits, --recipe-option, --remove-noises, --min-segment and --download need a corpus; add --from",
+            not of_corpus and (options.splits or options.recipe_options or options.download),
+            "--splits, --recipe-option, --remove-noises and --download need a corpus; add --from",
+        ),
+        (
+            not (of_corpus or options.segment) and options.min_segment is not None,
+            "--min-segment needs --segment vad, or a corpus (--from)",
+        ),
+        (
+            options.segment is None and (options.max_segment is not None or options.restart),
+            "--max-segment and --restart need --segment vad",
         ),
         code="bad_usage",
     )

@@ -6,6 +6,7 @@ convolutions and an LSTM (https://github.com/snakers4/silero-vad). The weights a
 the wheel's safetensors file has weights of another version, with other probabilities.
 """
 
+from dataclasses import dataclass, field
 from typing import Final
 
 import numpy as np
@@ -48,6 +49,19 @@ class _Network(nn.Module):
         return self.final_conv(hidden.relu().transpose(1, 2)).sigmoid().flatten(), state
 
 
+@dataclass
+class VadState:
+    """The state of the detector after a part of the audio.
+
+    Attributes:
+        context: the last samples of the part, (64,) float32.
+        hidden: the state of the LSTM; None before the first frame.
+    """
+
+    context: np.ndarray = field(default_factory=lambda: np.zeros(_CONTEXT, np.float32))
+    hidden: tuple[Tensor, Tensor] | None = None
+
+
 class SileroVad:
     """The detector, with the probabilities of the package's model for audio at 16 kHz.
 
@@ -76,22 +90,24 @@ class SileroVad:
         self._device = device
 
     @torch.inference_mode()
-    def speech_probabilities(self, samples: np.ndarray) -> np.ndarray:
+    def speech_probabilities(self, samples: np.ndarray, state: VadState | None = None) -> np.ndarray:
         """Return the probability of speech in each frame of 512 samples (32 ms).
 
         Args:
             samples: (samples,) float32 at 16 kHz, of any length; the last frame is filled with zeros.
+            state: the state after the previous part of the audio, which is updated; by default, the audio begins here.
 
         Returns:
             (ceil(samples / 512),) float32.
         """
-        audio = np.pad(samples.astype(np.float32, copy=False), (_CONTEXT, -len(samples) % FRAME_SAMPLES))
-        found: list[np.ndarray] = []
-        state = None
-        if len(audio) == _CONTEXT:
-            return np.zeros(0, np.float32)
-        frames = torch.from_numpy(audio).unfold(0, _CONTEXT + FRAME_SAMPLES, FRAME_SAMPLES)
-        for part in frames.split(_MAX_FRAMES):
-            values, state = self._network(part.to(self._device), state)
-            found.append(values.cpu().numpy())
+        state = state or VadState()
+        filled = np.pad(samples.astype(np.float32, copy=False), (0, -len(samples) % FRAME_SAMPLES))
+        audio = np.concatenate((state.context, filled))
+        found = [np.zeros(0, np.float32)]
+        if len(filled):
+            frames = torch.from_numpy(audio).unfold(0, _CONTEXT + FRAME_SAMPLES, FRAME_SAMPLES)
+            for part in frames.split(_MAX_FRAMES):
+                values, state.hidden = self._network(part.to(self._device), state.hidden)
+                found.append(values.cpu().numpy())
+        state.context = audio[-_CONTEXT:].copy()
         return np.concatenate(found)

@@ -12,7 +12,7 @@ from hypothesis import given, settings, strategies as st
 from support.audio import RATES, container, read, speech_like, write
 from support.project import examples
 
-from sharmill.audio.resample import resample, resampled_length, segment_bounds
+from sharmill.audio.resample import resample, resample_blocks, resampled_length, segment_bounds
 from sharmill.audio.sound import measure_sound
 from sharmill.errors import RejectRecord
 
@@ -154,3 +154,11 @@ def test_resampling_for_an_encoder_keeps_input_and_equal_rates(resampling):
     assert (found.dtype, len(found)) == (np.float32, 500)
     with pytest.raises(RejectRecord, match=r"^unsupported_rate: 44101 Hz"):
         resample(samples, 44101, 16000, resampling)
+
+
+@pytest.mark.parametrize("rate", [8000, 16000, 44100])
+def test_blocks_are_resampled_as_the_whole(rate):
+    audio = np.random.default_rng(0).standard_normal(3 * rate).astype(np.float32)
+    blocks = np.split(audio, [1, 1000, 1000, 2 * rate])
+    found = np.concatenate(list(resample_blocks(blocks, rate, 16000)))
+    np.testing.assert_array_equal(found, resample(audio, rate, 16000, "soxr"))

@@ -6,7 +6,7 @@ import torch
 from support.project import raises, voice
 
 from sharmill.errors import ConfigError
-from sharmill.models.silero import FRAME_SAMPLES, SileroVad
+from sharmill.models.silero import FRAME_SAMPLES, SileroVad, VadState
 
 
 def test_the_probabilities_are_those_of_the_package():
@@ -21,6 +21,13 @@ def test_the_probabilities_are_those_of_the_package():
     assert np.ptp(theirs) > 0.1
     np.testing.assert_allclose(ours, theirs, atol=1e-5)
     assert [len(SileroVad().speech_probabilities(samples[:size])) for size in (0, 1, 512, 513)] == [0, 1, 1, 2]
+
+
+def test_parts_of_audio_give_the_probabilities_of_the_whole():
+    samples = np.concatenate([voice(2.0, seed=0), np.zeros(8000, np.float32), voice(1.0, seed=1)])
+    vad, state = SileroVad(), VadState()
+    parts = [vad.speech_probabilities(part, state) for part in np.split(samples, [512, 512, 20480])]
+    np.testing.assert_allclose(np.concatenate(parts), vad.speech_probabilities(samples), atol=1e-5)
 
 
 def test_a_missing_package_is_one_line_with_its_extra(monkeypatch):

@@ -153,7 +153,7 @@ def _find_speech(probabilities: np.ndarray) -> Iterator[Span]:
 
 def _find_quietest(frames: Frames, low: int, high: int) -> int:
     """Return the quietest sample in [low, high]: a place between two frames, if there is one."""
-    first, end = np.searchsorted(frames.edges, low), np.searchsorted(frames.edges, high, side="right")
+    first, end = int(np.searchsorted(frames.edges, low)), int(np.searchsorted(frames.edges, high, side="right"))
     places = np.arange(max(first, 1), min(end, len(frames.probabilities)))
     if not len(places):
         return low

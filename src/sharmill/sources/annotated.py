@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, partial
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, ClassVar, Final, Literal
 
 import msgspec
@@ -18,7 +18,7 @@ from sharmill.files.checksums import checksum
 from sharmill.manifest import TIME_DIGITS
 from sharmill.registry import nearest
 from sharmill.sources import DescribedRecord, RawRecord, UnreadableRecord, record_text
-from sharmill.sources.annotations import parse_ami_words, parse_lines
+from sharmill.sources.annotations import parse_aligned, parse_ami_words, parse_lines, parse_whisper
 from sharmill.sources.captions import parse_captions
 from sharmill.sources.files import decode_text, expand_home, read_small
 from sharmill.sources.folder import WalkedSource, path_from_text, path_to_text, walk_files
@@ -28,12 +28,15 @@ from sharmill.sources.textgrid import choose_tier, parse_textgrid, parse_tiers, 
 
 _SHOWN: Final = 1000
 
+# Formats of NeMo's forced aligner, and the level of the CTM files that its manifest names.
+_ALIGNED: Final = {"nfa_words": "words", "nfa_segments": "segments"}
 # Suffix of the annotation files of each format.
 _SUFFIXES: Final = {
-    "rttm": ".rttm", "ctm": ".ctm", "textgrid": ".TextGrid", "audacity": ".txt", "srt": ".srt", "ami": ".words.xml",
+    "rttm": ".rttm", "ctm": ".ctm", "textgrid": ".TextGrid", "audacity": ".txt", "srt": ".srt", "vtt": ".vtt",
+    "ami": ".words.xml", "whisper": ".json", **dict.fromkeys(_ALIGNED, "_with_output_file_paths.json"),
 }  # fmt: skip
 # Formats that annotate single words, which are joined into segments.
-_WORD_FORMATS: Final = ("ctm", "ami")
+_WORD_FORMATS: Final = ("ctm", "ami", "nfa_words")
 # Annotation files are read completely, so their size is limited. The limit allows hours of annotations per file, or one
 # RTTM file for a whole corpus.
 _MAX_ANNOTATION_BYTES: Final = 64 << 20
@@ -47,14 +50,17 @@ class AnnotatedSource(WalkedSource):
 
     folder_keys: ClassVar[tuple[str, ...]] = ("annotation_root",)
     type: str = "annotated"
-    annotations: Literal["rttm", "ctm", "textgrid", "audacity", "srt", "ami"]
+    annotations: Literal[
+        "rttm", "ctm", "textgrid", "audacity", "srt", "vtt", "ami", "whisper", "nfa_words", "nfa_segments"
+    ]  # fmt: skip
     """Format of the annotations: ``textgrid`` is Praat's, ``audacity`` means label tracks, ``ami`` is words in NXT
-    format with one file per speaker. UTF-16 files with a byte order mark are recognized."""
+    format with one file per speaker, ``whisper`` is JSON of Whisper or WhisperX, ``nfa_words`` and ``nfa_segments``
+    are manifests of NeMo's forced aligner. UTF-16 files with a byte order mark are recognized."""
     annotation_root: str | None = None
     """Folder of the annotations, searched recursively; ``null`` is ``audio_root``."""
     annotation_suffix: str | None = None
-    """Suffix of annotation files; ``null`` is ``.rttm``, ``.ctm``, ``.TextGrid``, ``.txt``, ``.srt`` or
-    ``.words.xml``."""
+    """Suffix of annotation files; ``null`` is ``.rttm``, ``.ctm``, ``.TextGrid``, ``.txt``, ``.srt``, ``.vtt``,
+    ``.words.xml``, ``.json`` or ``_with_output_file_paths.json``."""
     audio: str | None = None
     """Template for ``audio_filepath``, such as ``audio/{recording}.wav``. ``{recording}`` is the name of the recording
     in the annotation, or the name of the annotation file; ``{path[0]}`` is a part of that file's path. ``null`` looks
@@ -66,13 +72,15 @@ class AnnotatedSource(WalkedSource):
     """``drop`` rejects segments that overlap with another speaker, as ``overlapped_speech``."""
     max_gap: float | None = None
     """Join segments of one speaker if the pause between them is at most this many seconds. ``null`` joins words of
-    ``ctm`` and ``ami`` at pauses of up to 0.5 seconds, and nothing in other formats."""
+    ``ctm``, ``ami`` and ``nfa_words`` at pauses of up to 0.5 seconds, and nothing in other formats."""
     max_duration: float = 20.0
     """Longest segment that joining may create, in seconds."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         is_tier = self.tier is None or (self.annotations == "textgrid" and self.tier.count("*") < 2)
+        has_path = self.annotations in _ALIGNED and self.audio is not None
+        require(not has_path, "audio does not apply to manifests of NeMo's aligner, which name the audio themselves")
         require(is_tier, "tier applies only to textgrid, and may contain at most one *")
         are_times = self.max_duration > 0 and (self.max_gap is None or self.max_gap >= 0)
         require(are_times, "max_duration must be greater than 0, and max_gap must not be negative")
@@ -117,9 +125,11 @@ class AnnotatedSource(WalkedSource):
             )
 
     def file_identities(self) -> Iterator[list[Any]]:
-        """Yield the path and checksum of each annotation file."""
-        for folder, names in self._groups():
-            for name in names:
+        """Yield the path and checksum of each annotation file, and of the CTM files that it may name."""
+        level = _ALIGNED.get(self.annotations)
+        named = walk_files(self._annotations, [".ctm"]) if level else ()
+        for folder, names in itertools.chain(self._groups(), named):
+            for name in names or ():
                 try:
                     found = checksum(self._annotations / folder / name)
                 except PermissionError:  # the file will be rejected
@@ -168,7 +178,7 @@ class AnnotatedSource(WalkedSource):
             stem = name[: -len(self._suffix)]
             shown = os.fsencode(os.path.join(folder, name)).decode("utf-8", "replace")  # noqa: PTH118
             try:
-                for found in self._parse(self._text(self._annotations / folder / name), stem):
+                for found in self._parse(self._text(self._annotations / folder / name), folder, stem):
                     if isinstance(found, UnreadableRecord):
                         items.append(UnreadableRecord(found.reason, f"{shown}: {found.detail}", found.record[:_SHOWN]))
                     elif isinstance(found, str):
@@ -195,22 +205,41 @@ class AnnotatedSource(WalkedSource):
             items[first] = DescribedRecord(record_text(items[first]), notes=notes)
         return items
 
-    def _parse(self, text: str, name: str) -> Iterator[Stretch | UnreadableRecord | str]:
+    def _parse(self, text: str, folder: str, name: str) -> Iterator[Stretch | UnreadableRecord | str]:
         """Yield the segments of a file, its unreadable entries, and notes (as str) about entries that are left out.
 
         Args:
             text: content of the file.
+            folder: folder of the file.
             name: name of the file without its suffix.
 
         Raises:
             ValueError: the file as a whole does not have the configured format.
         """
+        level = _ALIGNED.get(self.annotations, "")
         parsers: dict[str, Callable[[str], Iterator[Stretch | UnreadableRecord | str]]] = {
             "textgrid": partial(parse_tiers, tier=self.tier),
             "srt": parse_captions,
+            "vtt": parse_captions,
             "ami": partial(parse_ami_words, name=name),
+            "whisper": parse_whisper,
+            **dict.fromkeys(_ALIGNED, partial(parse_aligned, level=level, read=partial(self._ctm, folder))),
         }
         return parsers.get(self.annotations, partial(parse_lines, self.annotations))(text)
+
+    def _ctm(self, folder: str, written: str) -> str:
+        """Return the text of a CTM file that a manifest in ``folder`` names.
+
+        The aligner writes ``ctm/<level>/<name>.ctm`` beside the manifest. Other parts of the path are ignored, so that
+        the files can be moved, and a manifest cannot name other files.
+        """
+        file = self._annotations / folder / "ctm" / _ALIGNED[self.annotations] / PurePosixPath(written).name
+        try:
+            return self._text(file)
+        except FileNotFoundError as error:
+            raise RejectRecord(
+                "malformed", f"{file} does not exist; keep the folder ctm beside the manifest"
+            ) from error
 
     def _text(self, file: Path) -> str:
         data = read_small(file, _MAX_ANNOTATION_BYTES)
@@ -219,7 +248,9 @@ class AnnotatedSource(WalkedSource):
     def _path(self, folder: str, name: str, recording: str) -> str | RejectRecord:
         """Return the path of a recording's audio, or a RejectRecord if no valid path can be formed."""
         place = os.path.join(folder, "")  # noqa: PTH118
-        if self._audio is None:
+        if self.annotations in _ALIGNED:
+            path = recording
+        elif self._audio is None:
             paths = [f"{place}{recording}{suffix}" for suffix in self.audio_suffixes]
             # A missing file is reported later, when the record is checked.
             path = next((path for path in paths if os.path.exists(os.path.join(self._root, path))), paths[0])  # noqa: PTH110, PTH118

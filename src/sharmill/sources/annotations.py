@@ -1,13 +1,17 @@
-"""Parsers for annotations of single segments: RTTM, CTM, Audacity's label tracks, and AMI's words."""
+"""Parsers for annotations of single segments: RTTM, CTM, Audacity, AMI's words, Whisper, and NeMo's forced aligner."""
 
 import html
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any, Final
 
+import msgspec
+
+from sharmill.errors import RejectRecord
 from sharmill.sources import UnreadableRecord
-from sharmill.sources.files import split_lines
+from sharmill.sources.files import decode_object, split_lines
 from sharmill.sources.stretches import Stretch
 
 # Patterns for the whitespace and the words of a line. Unicode whitespace does not separate words, since a word or name
@@ -86,7 +90,59 @@ def parse_ami_words(text: str, name: str) -> Iterator[Stretch | UnreadableRecord
         yield Stretch(recording, start, end, said, f"{recording}.{speaker}", glued=attributes.get("punc") == "true")
 
 
-def _number(text: str) -> float:
+class _WhisperSegment(msgspec.Struct):
+    """A segment of Whisper's JSON; WhisperX adds the speaker."""
+
+    start: float
+    end: float
+    text: str
+    speaker: str | None = None
+
+
+def parse_whisper(text: str) -> Iterator[Stretch | UnreadableRecord]:
+    """Yield the segments of a JSON file that Whisper or WhisperX has written."""
+    segments = decode_object(text.encode(), "the file is not a JSON object").get("segments")
+    if not isinstance(segments, list):
+        raise ValueError("the file has no list of segments, as Whisper and WhisperX write it")
+    for given in segments:
+        try:
+            segment = msgspec.convert(given, _WhisperSegment)
+            start, end = _number(segment.start), _number(segment.end)
+        except (msgspec.ValidationError, ValueError) as error:
+            yield UnreadableRecord("malformed", f"the segment cannot be used: {error}", str(given))
+        else:
+            yield Stretch("", start, end, segment.text.strip(), segment.speaker)
+
+
+def parse_aligned(text: str, level: str, read: Callable[[str], str]) -> Iterator[Stretch | UnreadableRecord]:
+    """Yield the words or segments of a manifest that NeMo's forced aligner has written.
+
+    The ``recording`` of a segment is the ``audio_filepath`` of its line.
+
+    Args:
+        level: ``words`` or ``segments``.
+        read: returns the text of a CTM file with a given path; raises RejectRecord if it cannot be read.
+    """
+    key = f"{level}_level_ctm_filepath"
+    for line in filter(str.strip, split_lines(text)):
+        try:
+            found = decode_object(line.encode(), "the line is not a JSON object")
+            audio, ctm = found.get("audio_filepath"), found.get(key)
+            if not isinstance(audio, str) or not isinstance(ctm, str):
+                raise RejectRecord("missing_field", f"the line lacks audio_filepath, or {key}: it was not aligned")
+            entries = list(parse_lines("ctm", read(ctm)))
+        except RejectRecord as reject:
+            yield UnreadableRecord(reject.reason, reject.detail, line)
+            continue
+        for entry in entries:
+            if isinstance(entry, Stretch):
+                # The aligner writes a blank within a segment as <space>.
+                yield replace(entry, recording=audio, text=(entry.text or "").replace("<space>", " "))
+            else:
+                yield entry
+
+
+def _number(text: str | float) -> float:
     value = float(text)
     if not math.isfinite(value):
         raise ValueError(f"{text} is not finite")

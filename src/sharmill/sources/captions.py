@@ -5,6 +5,7 @@ import itertools
 import math
 import re
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from operator import itemgetter
 from typing import Final
 
@@ -80,13 +81,19 @@ def _drop_repeats(captions: list[tuple[float, float, list[str]]]) -> Iterator[St
         rows.append((start, end, lines, repeated, is_short))
         before, last = before if is_short else lines, max(last, end)
     num_rolling = sum(repeated > 0 and (is_short or repeated < len(lines)) for _, _, lines, repeated, is_short in rows)
+    is_rolling = 2 * num_rolling >= len(rows) - 1
+    kept: list[Stretch] = []
     for start, end, lines, repeated, is_short in rows:
-        dropped = repeated if 2 * num_rolling >= len(rows) - 1 or (is_short and repeated == len(lines)) else 0
+        dropped = repeated if is_rolling or (is_short and repeated == len(lines)) else 0
         if dropped < len(lines) or not lines:
             yield from ["caption lines that only repeat the previous caption are left out"] * dropped
-            yield Stretch("", start, end, " ".join(lines[dropped:]))
+            kept.append(Stretch("", start, end, " ".join(lines[dropped:])))
         else:
             yield "captions that only repeat the previous one are left out"
+    # A rolling caption stays on the screen while the next line is spoken.
+    for caption, following in itertools.zip_longest(kept, kept[1:]):
+        is_cut = is_rolling and following is not None and caption.start < following.start < caption.end
+        yield replace(caption, end=following.start) if is_cut else caption
 
 
 def _clock(parts: Sequence[str | None]) -> float:

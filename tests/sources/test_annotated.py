@@ -231,6 +231,48 @@ R&amp;B iron they
 2020
 no &lt;i&gt;
 """  # noqa: W293
+# Captions that stay while the next line is spoken, so that each line is on the screen three times.
+ROLLING_UP = """WEBVTT
+
+00:00:01.000 --> 00:00:05.000
+we<00:00:01.500><c> begin</c>
+
+00:00:03.000 --> 00:00:07.000
+we begin
+and<00:00:03.400><c> go</c><00:00:03.700><c> on</c>
+
+00:00:05.000 --> 00:00:09.000
+we begin
+and go on
+until<00:00:06.000><c> the</c><00:00:07.000><c> end</c>
+
+name
+bad --> 00:00:12.000
+lost
+"""
+WHISPER = {
+    "text": " Good day. Yes.", "language": "en",
+    "segments": [
+        {"id": 0, "start": 0.5, "end": 2, "text": " Good day.", "avg_logprob": float("nan"), "tokens": [1]},
+        {"start": 2.0, "end": 2.25, "text": "Yes.", "speaker": "SPEAKER_00", "words": [{"word": "Yes.", "start": 2.0}]},
+        {"start": float("nan"), "end": 4.0, "text": "no start"}, {"start": 3.0, "end": 4.0}, "no segment",
+    ],
+}  # fmt: skip
+ALIGNED = "".join(
+    json.dumps(line) + "\n"
+    for line in (
+        {"audio_filepath": "talks/a b.wav", "text": "good day | yes",
+         "words_level_ctm_filepath": "/elsewhere/ctm/words/a-b.ctm", "segments_level_ctm_filepath": "../a-b.ctm"},
+        {"audio_filepath": "b.wav", "text": "not aligned"},
+        {"audio_filepath": "c.wav", "words_level_ctm_filepath": "c.ctm", "segments_level_ctm_filepath": "/etc/passwd"},
+        ["no object"],
+    )
+)  # fmt: skip
+NFA = {
+    "out/m_with_output_file_paths.json": ALIGNED,
+    "out/ctm/words/a-b.ctm": "a-b 1 0.50 0.40 good\na-b 1 1.00 0.50 day\nbad\na-b 1 3.00 0.25 yes NA lex unknown\n",
+    "out/ctm/segments/a-b.ctm": "a-b 1 0.50 1.00 good<space>day\na-b 1 3.00 0.25 yes\n",
+}
 # Speakers repeat themselves; captions overlap, come in any order, have numbers as text, and have missing or extra blank
 # lines.
 SPOKEN_TWICE = (
@@ -246,6 +288,16 @@ READ = [
     ("srt", {"a.vtt": VTT}, {"annotation_suffix": ".vtt"},
      [("a.wav", 0.48, 1.99, None, "R&B iron they"), ("a.wav", 2.48, 2.47, None, "2020"),
       ("a.wav", 5.0, 1.0, None, "no <i>")]),
+    ("vtt", {"a.vtt": ROLLING_UP}, {},
+     ["malformed", ("a.wav", 1.0, 2.0, None, "we begin"), ("a.wav", 3.0, 2.0, None, "and go on"),
+      ("a.wav", 5.0, 4.0, None, "until the end")]),
+    ("whisper", {"a.json": json.dumps(WHISPER), "a.mp3": b""}, {},
+     [*["malformed"] * 3, ("a.mp3", 0.5, 1.5, None, "Good day."), ("a.mp3", 2.0, 0.25, "SPEAKER_00", "Yes.")]),
+    ("nfa_words", NFA, {},
+     ["malformed", "missing_field", *["malformed"] * 2, ("talks/a b.wav", 0.5, 1.0, None, "good day"),
+      ("talks/a b.wav", 3.0, 0.25, None, "yes")]),
+    ("nfa_segments", NFA, {"max_gap": 2.0},
+     ["missing_field", *["malformed"] * 2, ("talks/a b.wav", 0.5, 2.75, None, "good day yes")]),
     ("srt", {"a.srt": SPOKEN_TWICE}, {},
      [("a.wav", 1.0, 1.0, None, "No."), ("a.wav", 2.0, 1.0, None, "No."), ("a.wav", 4.0, -1.0, None, "x"),
       ("a.wav", 5.0, 1.0, None, "No. Way\x85 \u2028out. in 1984"), ("a.wav", 5.5, 1.5, None, "1984")]),
@@ -290,7 +342,15 @@ def test_captions_that_are_left_out_are_counted(call, tmp_path):
     assert "2 captions that only repeat the previous one" in (tmp_path / "run/report.html").read_text()
 
 
-FORMS = {"textgrid": "TextGrid", "audacity": "txt", "ami": "A.words.xml"}
+def test_ctm_files_that_a_manifest_names_are_part_of_the_identity(annotated):
+    source = annotated("nfa_words", NFA)
+    before = source.identity()
+    assert annotated("nfa_words", {"out/ctm/words/a-b.ctm": "a-b 1 0.50 0.40 bad\n"}).identity() != before
+    with pytest.raises(ValueError, match="audio does not apply"):
+        annotated("nfa_words", NFA, audio="{recording}.wav")
+
+
+FORMS = {"textgrid": "TextGrid", "audacity": "txt", "ami": "A.words.xml", "whisper": "json"}
 
 
 @pytest.mark.parametrize("size", [1, 2, 100])
@@ -322,6 +382,10 @@ def test_annotations_become_records(form, files, keys, expected, size, annotated
         ("audacity", "0.5 1.5 with blanks\n", "not a label"),
         ("srt", "WEBVTT\n", "has no times"),
         ("ami", "<root/>", "not an AMI words file"),
+        ("whisper", "[]", "not a JSON object"),
+        ("whisper", "{}", "no list of segments"),
+        ("whisper", '{"segments": ' + 9999 * "[", "not a JSON object"),
+        ("vtt", "no captions", "has no times"),
     ],
 )
 def test_what_cannot_be_read_is_one_reject(form, data, says, annotated):

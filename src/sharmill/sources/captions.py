@@ -47,17 +47,21 @@ def _split_captions(text: str, *, is_vtt: bool) -> list[tuple[re.Match[str] | No
     """Return (regex match for the times or None, nonblank lines without the caption number) for each block.
 
     A caption may contain blank lines. A blank line ends it only if it is followed by a number, by times or, in WebVTT,
-    by a name or a comment.
+    by a name or a comment. In WebVTT, a line with an arrow is always meant as times, even if they cannot be read.
     """
+
+    def is_times(line: str) -> bool:
+        return bool(_SRT_TIMES.match(line)) or (is_vtt and "-->" in line)
+
     lines = ["", *map(str.strip, split_lines(text))]
     rows = [(line, not before) for before, line in itertools.pairwise(lines) if line]
     blocks: list[tuple[re.Match[str] | None, list[str]]] = [(None, [])]
     for (line, is_apart), (following, follows_apart) in itertools.pairwise([*rows, ("", True)]):
         times, said, is_number = _SRT_TIMES.match(line), blocks[-1][1], line.isdecimal()
         is_name = is_number or (is_vtt and is_apart) if not follows_apart else is_number and is_apart and said
-        if is_name and _SRT_TIMES.match(following):
+        if is_name and is_times(following):
             continue
-        if times or (is_apart and said and (is_number or (is_vtt and line.startswith(_VTT_BLOCKS)))):
+        if is_times(line) or (is_apart and said and (is_number or (is_vtt and line.startswith(_VTT_BLOCKS)))):
             blocks.append((times, []))
         if not times:
             blocks[-1][1].append(line)

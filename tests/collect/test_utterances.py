@@ -192,6 +192,7 @@ def test_a_killed_command_continues_with_the_same_bytes(spoken, tmp_path):
     ("options", "names"),
     [
         ({"segment": "vad", "min_segment": 5.0, "max_segment": 9.0}, ["--max-segment 9", "--min-segment 5"]),
+        ({"segment": "vad", "min_segment": 1e-9, "max_segment": 1e-6}, ["--max-segment 1e-06"]),
         ({"max_segment": 9.0}, ["--max-segment", "--segment vad"]),
         ({"min_segment": 9.0}, ["--min-segment", "--segment vad"]),
         ({"segment": "vad", "corpus": "an4"}, ["--segment", "--from"]),

@@ -53,7 +53,7 @@ class UtteranceLimits:
     """Shortest and longest utterance in seconds.
 
     Raises:
-        ConfigError: the longest utterance is shorter than two utterances of the shortest duration.
+        ConfigError: the longest utterance is shorter than two utterances of the shortest duration, or than 0.1 s.
     """
 
     shortest: float = 1.0
@@ -62,8 +62,8 @@ class UtteranceLimits:
     def __post_init__(self) -> None:
         refuse(
             (
-                self.longest < 2 * self.shortest,
-                f"--max-segment {self.longest:g} must be at least twice --min-segment {self.shortest:g}",
+                not self.longest >= max(2 * self.shortest, 0.1),
+                f"--max-segment {self.longest:g} must be at least 0.1, and twice --min-segment {self.shortest:g}",
             ),
             code="bad_usage",
         )

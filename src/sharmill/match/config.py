@@ -29,12 +29,11 @@ class MatchConfig(StageSection):
     """Minimum cosine similarity between a context and its target. ``null`` uses the encoder's default: 0.75 for
     ``resemblyzer``, 0.6 for TitaNet. Any other encoder needs a number here."""
     max_similarity: Similarity | None = None
-    """Maximum cosine similarity between a context and its target, such as 0.99; ``null`` sets no limit. The limit
-    excludes copies of the target that were lossily compressed, resampled or otherwise processed. Copies with the same
-    samples are always excluded."""
+    """Maximum cosine similarity between a context and its target, such as 0.99, to exclude processed copies of the
+    target. Copies with the same samples are always excluded."""
     max_other_similarity: Similarity | None = None
-    """Where ``voices`` runs: exclude candidates that are more similar than this to the voice of another speaker group,
-    and candidates that are more similar to it than to their own group. ``null`` sets no limit."""
+    """With ``voices``, the maximum similarity between a context and the voice of another group, which must also be less
+    than that to its own group."""
     min_duration: NotNegative = 3.0
     """Minimum duration of a context in seconds."""
     max_duration: float | None = None
@@ -46,23 +45,20 @@ class MatchConfig(StageSection):
     autocast) on these GPUs and on CPUs. Similarities, and therefore some choices, differ slightly between
     precisions."""
     resampling: Literal["soxr", "kaiser", "sinc"] = "soxr"
-    """Resampling of audio to the rate of the encoder: ``soxr`` is libsoxr at high quality, as in the published scripts
-    (librosa's ``soxr_hq``); ``kaiser`` is torchaudio with a Kaiser window and 64 zero crossings; ``sinc`` is
-    torchaudio's default, which is less accurate near the highest frequencies. Audio that is stored or encoded is always
-    resampled as in Lhotse."""
+    """Resampling of audio to the rate of the encoder: ``soxr`` is libsoxr at high quality, as in the published scripts;
+    ``kaiser`` is torchaudio with a Kaiser window and 64 zero crossings; ``sinc`` is torchaudio's default, which is less
+    accurate near the highest frequencies. Audio that is stored or encoded is resampled as in Lhotse."""
     # A limit of 2 would leave one utterance of an odd-sized group without candidates.
     max_group: Annotated[int, msgspec.Meta(ge=3)] | None = None
-    """Maximum number of utterances per speaker group. Larger groups are split into parts, so that a corpus with few
-    speakers can use all ranks; contexts then come from the same part. ``null`` splits no group."""
+    """Maximum number of utterances per speaker group. Larger groups are split into parts, for more ranks; contexts then
+    come from the same part."""
     exclude_same_text: bool = False
     """Exclude candidates with the same text as the target."""
     max_text_overlap: Share | None = None
-    """Exclude candidates that share more than this fraction of words with the target, such as 0.5. The fraction is the
-    number of distinct words that both texts contain, divided by the number in the text with fewer distinct words.
-    ``null`` sets no limit."""
+    """Exclude candidates that share more than this fraction of words with the target, such as 0.5: the number of
+    distinct words in both texts, divided by the number in the text with fewer distinct words."""
     max_speaker_items: Annotated[int, msgspec.Meta(ge=2)] | None = None
-    """Choose the contexts of a speaker group from a random pool of this many utterances, drawn with ``seed``; ``null``
-    uses all utterances."""
+    """Choose the contexts of a speaker group from a random pool of this many utterances, drawn with ``seed``."""
     contexts: Literal["choose", "given"] = "choose"
     """``given`` keeps the contexts of the manifest (``context_audio_filepath`` and related keys). Each context is
     checked, and missing keys are filled in. If a context cannot be used or violates the limits above, its record is

@@ -10,25 +10,20 @@ from sharmill.config import Above0, StageSection, require
 
 @dataclass(frozen=True, kw_only=True)
 class VoicesConfig(StageSection):
-    """Check of the speaker labels, or search for speakers, by the embeddings of ``match.encoder``. The stage runs
-    between ``prepare`` and ``match``, which then uses the same embeddings."""
+    """Speaker labels, checked or found by the embeddings of ``match.encoder``, which ``match`` then uses too."""
 
     labels: Literal["audit", "find"] = "audit"
-    """``audit`` checks the given speaker groups. ``find`` replaces the speakers by the voices that it finds, which are
-    called ``voice-`` and a hash; records then need no speaker."""
+    """``audit`` checks the speaker groups. ``find`` names each voice that it finds; records need no speaker."""
     within: Literal["recording", "collection", "all"] = "all"
-    """Where ``find`` looks for clips of the same voice: in one recording; in a collection, which is a group of
-    ``speaker_key``; or in the whole corpus."""
+    """Where ``find`` looks for a voice: in a recording, in a ``collection`` (group of ``speaker_key``), or in all."""
     action: Literal["report", "reject", "relabel"] = "report"
-    """``report`` only lists the findings in ``labels.jsonl``. ``reject`` also rejects clips with a wrong label
-    (``wrong_voice``) or with two voices (``mixed_voices``). ``relabel`` corrects the speakers of clips and groups; it
-    needs ``speaker_key: speaker``."""
+    """``reject`` rejects clips with a wrong label (``wrong_voice``) or two voices (``mixed_voices``); ``relabel``
+    corrects speakers, and needs ``speaker_key: speaker``."""
     similarity: Annotated[float, msgspec.Meta(ge=-1, le=1)] | None = None
-    """Minimum mean similarity of the clips of one voice. ``null`` adds a fifth of the distance to 1 to
-    ``match.min_similarity``: 0.8 for ``resemblyzer``. With ``find``, three clips of a voice must be more similar."""
+    """Minimum mean similarity of the clips of a voice; ``null`` adds a fifth of the distance to 1 to
+    ``match.min_similarity``."""
     window_seconds: Above0 | None = 2.0
-    """Length of the windows whose embeddings are compared to find clips with two voices. This takes about as long as
-    the embeddings of the clips; ``null`` skips it."""
+    """Length of the windows that are compared to find clips with two voices; ``null`` does not look for them."""
 
     def __post_init__(self) -> None:
         require(self.labels == "audit" or self.action != "relabel", "action: relabel needs labels: audit")

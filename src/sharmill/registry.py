@@ -268,6 +268,7 @@ SECTIONS: Final = Registry(
         "contents": "sharmill.report.contents:CONTENTS",
         "scores": "sharmill.report.scores:SCORES",
         "pilot": "sharmill.pilot.page:PILOT",
+        "labels": "sharmill.report.labels:LABELS",
         "voices": "sharmill.report.contents:VOICES",
         "codes": "sharmill.report.contents:CODES",
         "work": "sharmill.report.contents:WORK",

@@ -9,10 +9,14 @@ import torch
 from support.pitch_encoder import PitchEncoder
 from support.project import lines, matched_manifest, raises, run, stage_of, voice
 
+from sharmill.config import to_yaml
 from sharmill.engine.order import make_stages
+from sharmill.engine.run_dir import RunDir
 from sharmill.errors import ConfigError
 from sharmill.manifest import tagged_speaker
 from sharmill.pipeline import check_config
+from sharmill.report.facts import read_run_facts
+from sharmill.report.labels import make_labels
 from sharmill.voices import stage as voices_stage
 
 # Pitches in Hz whose similarities in PitchEncoder are below 0.6: the angles are 0.2, 1.4, 2.6 and 3.8.
@@ -208,6 +212,23 @@ def test_contexts_may_not_sound_like_another_speaker(project):
         run_stages(project, restart=True, match={"max_other_similarity": 0.6, "min_similarity": 0.5}, **keys)
     )
     assert bound["anna3"] in ("anna0", "anna1")
+
+
+def test_the_page_shows_the_findings_with_players(project):
+    fill(project)
+    add(project, "wrong", "bob", label="anna")
+    for number in range(4):
+        add(project, f"dora{number}", "dora", label="carl")
+    stages = ("prepare", "voices", "match", "write")
+    config = run_stages(project, voices={}, stages=stages, match={"min_similarity": -1.0})
+    RunDir(project.run_dir).config.write_bytes(to_yaml(config))
+    shown = make_labels(read_run_facts(config, make_stages(config), {}))
+    assert shown is not None
+    text = str(shown)
+    assert "1 clips sound like another group than their own (wrong_voice)" in text
+    assert "mean similarity of two voices 0.36; 4 clips such as carl0.wav at 0 s, 4 clips such as dora0.wav" in text
+    assert "the other group 1.00" in text
+    assert text.count("<audio ") == 1
 
 
 @pytest.mark.parametrize(

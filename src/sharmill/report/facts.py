@@ -43,6 +43,9 @@ from sharmill.shar.histograms import MAX_VALUE, CutMeasures, cut_values, sound_v
 from sharmill.shar.index import CodecRecord, DatasetRecord, FieldFile, ShardRecord, read_dataset, read_shards
 
 _MAX_SHARDS: Final = 12
+# Kinds of findings about labels, and number of findings of each kind that are shown.
+LABEL_FINDINGS: Final = ("wrong_voice", "mixed_voices", "several_voices", "one_voice")
+_LABELS_SHOWN: Final = 12
 _MAX_CUTS_PER_SHARD: Final = 2000
 # Maximum number of codebooks times codebook size for which codes are counted.
 _MAX_CODES: Final = 1 << 24
@@ -79,6 +82,7 @@ class DatasetSample:
         context_uses: for each context, by its path and offset, the places of the cuts in these shards that use it.
         speakers: seconds of target audio by speaker in these shards.
         values: by field of values, its numbers in these shards, each with the place of its cut.
+        ids: place of each cut in these shards, by its id.
         code_counts: by codec, the frequency of each code, shape (codebooks, codebook size).
         pairs: cuts to listen to.
         unreadable: number of unreadable items by problem.
@@ -90,6 +94,7 @@ class DatasetSample:
     context_uses: defaultdict[str, list[_Place]] = field(default_factory=lambda: defaultdict(list))
     speakers: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     values: defaultdict[str, list[tuple[float, _Place]]] = field(default_factory=lambda: defaultdict(list))
+    ids: dict[str, _Place] = field(default_factory=dict)
     code_counts: dict[str, np.ndarray] = field(default_factory=dict)
     pairs: list[Pair] = field(default_factory=list)
     unreadable: Counter[str] = field(default_factory=Counter)
@@ -130,6 +135,7 @@ def _sample_dataset(
             sample.measures.add(CutMeasures.from_rows(values, shard.index))
             for number, (cut, of_cut) in enumerate(zip(cuts, values, strict=True)):
                 places.append((shard.index, number))
+                sample.ids[str(cut.get("id"))] = places[-1]
                 supervision, custom = supervision_of(cut)
                 if supervision:
                     sample.speakers[str(supervision.get("speaker"))] += of_cut.get("duration", 0.0)
@@ -259,6 +265,7 @@ class RunFacts:
         measures: measures of all cuts; None until ``write`` is finished.
         context_uses: number of uses of each segment as context.
         code_counts: by codec, the frequency of each code in all segments, shape (codebooks, codebook size).
+        labels: findings of the stage ``voices`` about the labels, the clearest first.
     """
 
     run_dir: RunDir
@@ -269,6 +276,7 @@ class RunFacts:
     measures: CutMeasures | None = None
     context_uses: np.ndarray | None = None
     code_counts: dict[str, np.ndarray] = field(default_factory=dict)
+    labels: list["LabelFinding"] = field(default_factory=list)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -384,6 +392,9 @@ def read_run_facts(
             run.code_counts |= {} if counts is None else {stage.settings.name: counts}
         elif stage.kind == "write" and facts.totals:
             run.measures = measures
+        elif stage.kind == "voices" and facts.totals:
+            path = stage.product("voices/labels")
+            run.labels = [one for kind in LABEL_FINDINGS for one in _clearest(read_records(path, LabelFinding), kind)]
         elif stage.kind == "encode.segments" and facts.totals:
             # The rows after the first one are contexts, if the dataset has contexts.
             uses = np.bincount(np.ravel(map_stored_array(stage.product("encode.segments/numbers"))[1:]))
@@ -446,6 +457,28 @@ def _read_stage(stage: StageRun, measures: CutMeasures, voices: list[tuple[str, 
         load_record(stage.dir.identity, dict[str, Any]),
         _examples(stage.dir.rejects, totals.rejects) if totals and totals.rejects else {},
     )
+
+
+class LabelFinding(msgspec.Struct):
+    """A line of the stage ``voices`` in ``labels.jsonl``; see docs/voices.md."""
+
+    finding: str
+    id: str = ""
+    group: str = ""
+    groups: list[str] = []
+    other_group: str = ""
+    own: float = 0.0
+    other: float = 0.0
+    margin: float = 0.0
+    similarity: float = 0.0
+    at: float = 0.0
+    voices: list[dict[str, Any]] = []
+
+
+def _clearest(findings: Iterable[LabelFinding], kind: str) -> list[LabelFinding]:
+    """Return the findings of a kind with the lowest margin or similarity."""
+    found = (one for one in findings if one.finding == kind)
+    return heapq.nsmallest(_LABELS_SHOWN, found, key=lambda one: (one.margin or one.similarity, one.id, one.group))
 
 
 class _Hours(msgspec.Struct):

@@ -6,7 +6,7 @@ The pictures of a clip are its waveform as an SVG path and its log-mel spectrogr
 import base64
 import struct
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -20,7 +20,7 @@ from sharmill.audio.resample import resample
 from sharmill.errors import ConfigError, DamagedShard, RejectRecord
 from sharmill.inspect.cuts import StoredCut, decode_stored_codes, load_decoder
 from sharmill.models import DecodingCodec
-from sharmill.report.facts import RANDOM, Facts
+from sharmill.report.facts import RANDOM, Facts, read_cuts_at
 from sharmill.report.section import Section, render
 from sharmill.shar.fields import CONTEXT_AUDIO
 from sharmill.shar.histograms import supervision_of
@@ -28,6 +28,8 @@ from sharmill.shar.index import CodecRecord, DatasetRecord
 
 # Limit on the encoded size of all clips, to keep the page below 4 MB, of which the chart library takes 1.2 MB.
 _MAX_BYTES: Final = 2_600_000
+# The same for the clips of another section.
+_MAX_SECTION_BYTES: Final = 800_000
 _MAX_SECONDS: Final = 8.0
 _RATES: Final = (16000, 24000)
 # libsndfile's compression level for Opus at 24 kbit/s: level 0 is 256 kbit/s, level 1 is 6 kbit/s.
@@ -147,7 +149,7 @@ def _clips(
         if item is not None and item.data is not None:
             samples, rate = decode_bytes(item.data)
             seconds[role] = len(samples) / rate
-            yield make_clip(role, samples, rate, seconds[role])
+            yield _make_clip(role, samples, rate, seconds[role])
     for codec, decoder in decoders:
         for role, of_audio in seconds.items():
             try:
@@ -157,10 +159,27 @@ def _clips(
             except ConfigError:
                 # In datasets from other tools, a field may lack an item for this cut.
                 continue
-            yield make_clip(f"{role} decoded from {codec.name}", samples, rate, of_audio or len(samples) / rate)
+            yield _make_clip(f"{role} decoded from {codec.name}", samples, rate, of_audio or len(samples) / rate)
 
 
-def make_clip(role: str, samples: np.ndarray, rate: int, seconds: float) -> Clip:
+def make_players(facts: Facts, places: Iterable[tuple[int, int]]) -> Iterator[tuple[StoredCut, Clip]]:
+    """Yield the cuts at these places, in order of place, each with a player of its target, until a size is reached."""
+    sample, record, size = facts.sample, facts.record, 0
+    assert sample is not None
+    assert record is not None
+    shards = {shard.index: shard for shard in facts.shards}
+    for stored in read_cuts_at(sample, facts.dataset_dir, shards, sorted(places)):
+        item = stored.items.get(record.audio_fields[0])
+        if item is None or item.data is None or size > _MAX_SECTION_BYTES:
+            continue
+        with sample.counting_damage(f"{item.cut_id}: "):
+            samples, rate = decode_bytes(item.data)
+            clip = _make_clip("target", samples, rate, len(samples) / rate)
+            size += sum(len(clip[part]) for part in ("audio", "mel", "wave"))
+            yield stored, clip
+
+
+def _make_clip(role: str, samples: np.ndarray, rate: int, seconds: float) -> Clip:
     """Return the values of a player for audio (samples,), shortened to eight seconds.
 
     Args:

@@ -7,17 +7,14 @@ from typing import Final
 import numpy as np
 from markupsafe import Markup
 
-from sharmill.audio.files import decode_bytes
 from sharmill.report.charts import figure, histogram
-from sharmill.report.facts import Facts, read_cuts_at
-from sharmill.report.listening import Clip, make_clip
+from sharmill.report.facts import Facts
+from sharmill.report.listening import make_players
 from sharmill.report.section import Section, render
 from sharmill.report.text import show_number
 from sharmill.shar.histograms import supervision_of
 
 _BARS: Final = 40
-# Limit on the encoded size of the clips in the section.
-_MAX_BYTES: Final = 800_000
 KEPT_PERCENT: Final = (99, 95, 90)
 
 
@@ -37,7 +34,7 @@ def make_scores(facts: Facts) -> Markup | None:
         rows.append((name, thresholds(values)))
         for word, (value, place) in (("lowest", min(found)), ("highest", max(found))):
             reasons.setdefault(place, []).append(f"{word} {name}: {show_number(value)}")
-    clips = _clips(facts, reasons)
+    clips = [(stored.cut, reasons[stored.shard, stored.number], clip) for stored, clip in make_players(facts, reasons)]
     return render(
         "scores.html", sample=sample, charts=charts, percent=KEPT_PERCENT, rows=rows, clips=clips,
         left_out=len(reasons) - len(clips), supervision_of=supervision_of,
@@ -53,24 +50,6 @@ def thresholds(values: np.ndarray) -> list[float]:
     lowest = np.quantile(values, [1 - share / 100 for share in KEPT_PERCENT], method="higher")
     highest = np.quantile(values, [share / 100 for share in KEPT_PERCENT], method="lower")
     return [*lowest.tolist(), *highest.tolist()]
-
-
-def _clips(facts: Facts, reasons: dict[tuple[int, int], list[str]]) -> list[tuple[dict[str, object], list[str], Clip]]:
-    """Return cuts with their reasons and players, until their size reaches the limit."""
-    assert facts.sample is not None
-    assert facts.record is not None
-    made, size = [], 0
-    shards = {shard.index: shard for shard in facts.shards}
-    for stored in read_cuts_at(facts.sample, facts.dataset_dir, shards, sorted(reasons)):
-        item = stored.items.get(facts.record.audio_fields[0])
-        if item is None or item.data is None or size > _MAX_BYTES:
-            continue
-        with facts.sample.counting_damage(f"{item.cut_id}: "):
-            samples, rate = decode_bytes(item.data)
-            clip = make_clip("target", samples, rate, len(samples) / rate)
-            size += sum(len(clip[part]) for part in ("audio", "mel", "wave"))
-            made.append((stored.cut, reasons[stored.shard, stored.number], clip))
-    return made
 
 
 SCORES = Section("scores", "Scores", 35, make_scores)

@@ -21,7 +21,7 @@ class VoicesConfig(StageSection):
     corrects speakers, and needs ``speaker_key: speaker``."""
     similarity: Annotated[float, msgspec.Meta(ge=-1, le=1)] | None = None
     """Minimum mean similarity of the clips of a voice; ``null`` adds a fifth of the distance to 1 to
-    ``match.min_similarity``."""
+    the encoder's default of ``match.min_similarity``."""
     window_seconds: Above0 | None = 2.0
     """Length of the windows that are compared to find clips with two voices; ``null`` does not look for them."""
 

@@ -10,10 +10,9 @@ import numpy as np
 from sharmill.engine.stage import StageRun
 from sharmill.files.arrays import map_stored_array
 from sharmill.manifest import Utterance, read_lines_at, tagged_speaker
-from sharmill.match.choose import min_similarity
-from sharmill.match.config import MatchConfig
 from sharmill.stages.lines import OFFSET
 from sharmill.stages.speaker_key import key_of, make_speaker_key
+from sharmill.voices.similarity import least_similarity
 
 
 class Labels:
@@ -23,7 +22,7 @@ class Labels:
         self.voices = map_stored_array(run.plan_folder / "voices.npy")
         self.directions = map_stored_array(run.plan_folder / "directions.npy")
         self._key = make_speaker_key(run.config.matched_key)
-        self._least = min_similarity(run.config.section(MatchConfig))
+        self._least = least_similarity(run.config)
         self._manifest = run.product("voices.embed/manifest")
         self._offsets = map_stored_array(run.product(f"voices.embed/{OFFSET}"))
         self._known: dict[int, Utterance] = {}

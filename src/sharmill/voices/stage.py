@@ -26,7 +26,6 @@ from sharmill.files.atomic import open_atomic, open_new
 from sharmill.files.staging import Staging
 from sharmill.files.stored import open_stored, read_stored
 from sharmill.manifest import Reject, Utterance, parse_speaker_tag
-from sharmill.match.choose import min_similarity
 from sharmill.match.config import MatchConfig
 from sharmill.match.groups import divide
 from sharmill.models.device import check_device
@@ -47,12 +46,8 @@ from sharmill.voices.compare import compare_with_voices, find_voices
 from sharmill.voices.config import VoicesConfig
 from sharmill.voices.embed import ARRAYS
 from sharmill.voices.labels import Labels
+from sharmill.voices.similarity import core_similarity, doubtful_similarity, voice_similarity
 
-# Share of the distance from the minimum similarity of a context to 1 by which the mean similarity of the clips of a
-# voice is higher, and the similarity of a clip to a wrong voice may be lower. Measured with resemblyzer on LibriSpeech.
-_MARGIN: Final = 0.2
-# The same share for the core of a voice without a label.
-_CORE_MARGIN: Final = 0.5
 _LINES_PER_UNIT: Final = (1_000, 16_384)
 _UNITS_WANTED: Final = 64
 _NAME_DIGITS: Final = 12
@@ -62,25 +57,6 @@ _MEANINGS: Final = {
     "several_voices": "groups have several voices",
     "one_voice": "voices are in several groups",
 }
-
-
-def voice_similarity(config: Config) -> float:
-    """Return the minimum mean similarity of the clips of one voice."""
-    own, least = config.section(VoicesConfig).similarity, min_similarity(config.section(MatchConfig))
-    return own if own is not None else least + _MARGIN * (1 - least)
-
-
-def core_similarity(config: Config) -> float:
-    """Return the minimum mean similarity of the clips of a core; see ``link_cores``. Given labels need no core."""
-    similarity, least = voice_similarity(config), min_similarity(config.section(MatchConfig))
-    strict = least + _CORE_MARGIN * (1 - least)
-    return similarity if config.section(VoicesConfig).labels == "audit" else max(similarity, strict)
-
-
-def doubtful_similarity(config: Config) -> float:
-    """Return the similarity below which two voices differ within a clip, and from which a clip may have a voice."""
-    least = min_similarity(config.section(MatchConfig))
-    return least - _MARGIN * (1 - least)
 
 
 class ClusterStage(Stage):

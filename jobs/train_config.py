@@ -34,8 +34,8 @@ class TrainConfig:
     codec: str | None = None
     """Codec whose codes are the model's tokens; required if the dataset has several."""
     loader: str | None = None
-    """YAML file with settings of ``sharmill.training.get_dataloader``. NeMo's loader then makes the batches from
-    the speech, text and conversations in the settings. ``null``: the reader with lhotse's sampler."""
+    """YAML file with settings of ``sharmill.training.get_dataloader``. NeMo's loader then makes batches from their
+    speech, text and conversations. ``null``: the reader with lhotse's sampler."""
     resumable: bool = True
     """With ``loader``: a job continues in the data where the previous one ended, in the order of ``order_seed``. Data
     and settings that do not allow this are errors. ``false``: each job reads the data from the start. All jobs of a
@@ -52,7 +52,7 @@ class TrainConfig:
     """Number of checkpoints to keep."""
     batch_seconds: Above0 = 60.0
     """Target audio of a batch on each rank, in seconds with padding, also for a dataset in ``validation``. With
-    ``loader``, its settings define the size of a batch."""
+    ``loader``, its settings apply."""
     batches_per_step: Positive | None = None
     """Total number of batches per step, a multiple of the number of data-parallel ranks; ``null`` is one per rank. With
     the same number as ``canonical`` in the settings of ``loader``, steps do not depend on the number of ranks."""
@@ -63,7 +63,7 @@ class TrainConfig:
     validate_every: Positive = 100
     """Steps between validations."""
     num_workers: Annotated[int, msgspec.Meta(ge=0)] = 1
-    """Worker processes that read data, per rank. With ``loader``, ``num_workers`` in its settings applies instead."""
+    """Worker processes that read data, per rank. With ``loader``, its settings apply."""
     data_timeout: Above0 = 1800.0
     """Seconds that a rank waits for a batch before it ends with an error."""
     leave_timeout: Above0 = 15.0
@@ -72,8 +72,8 @@ class TrainConfig:
     order_seed: int = 0
     """Seed of the order of the data, the same for the whole training."""
     seed: int | None = None
-    """Seed of initial weights and slices of contexts. Checkpoints store it, and later jobs with another seed are
-    refused. ``null`` takes the checkpoint's seed, or draws one and logs it."""
+    """Seed of initial weights and slices of contexts. Checkpoints store it; later jobs with another seed are refused.
+    ``null`` takes the checkpoint's seed, or draws one and logs it."""
     learning_rate: Above0 = 1e-3
     """Learning rate of AdamW after the warm-up."""
     warmup_steps: Positive = 50

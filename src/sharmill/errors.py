@@ -51,7 +51,7 @@ REMEDIES: Final[dict[str, str]] = {
     "skipped": "remove _skipme from the records that you want to keep",
     "malformed": "correct these lines or files; the detail of each reject explains the problem",
     "missing_field": "add the missing field to each record, or keep speech without text: prepare.require_text=false",
-    "bad_speaker": "choose another speaker_key, such as speaker; set speaker of the source to a template such as "
+    "bad_speaker": "choose another speaker_key, such as speaker; set speaker of the source to a template like "
     "{path[0]}; find speakers by voice: voices.labels=find; or omit contexts: match=null",
     "empty_text": "add the text, or keep speech without text: prepare.require_text=false",
     "filtered": "loosen prepare.filters",
@@ -65,7 +65,7 @@ REMEDIES: Final[dict[str, str]] = {
     "non_finite_audio": "create these files again",
     "silent_audio": "copy these files again, or remove the records",
     "no_speech": "lower --min-segment, or remove these recordings",
-    "over_full_scale": "set float_scale of the source to the full-scale value of its files: 32768 for floats with "
+    "over_full_scale": "set float_scale of the source to its files' full-scale value: 32768 for floats with "
     "16-bit values, 8388608 for 24 bits, 2147483648 for 32 bits",
     "changed_audio": "restore the audio, or start over from prepare with --restart",
     "duration_mismatch": "correct duration and offset in the manifest, or raise prepare.duration_tolerance; copy or "

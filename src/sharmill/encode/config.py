@@ -23,10 +23,10 @@ class EncodeConfig(StageSection):
     """Arithmetic of the codecs, as for ``match``. Values other than ``fp32`` change codes."""
 
     canonical_shapes: bool = False
-    """Pad every segment to one of a few lengths, each with a fixed batch size, so that the codes of a segment do not
-    depend on its neighbours. On a GPU, the last batch of each length is filled with silence."""
+    """Pad every segment to one of a few lengths, each with a fixed batch size, so that a segment's codes do not depend
+    on its neighbours. On a GPU, silence fills the last batch of each length."""
     unit_seconds: Above0 | None = None
-    """Audio in one unit of work, in seconds; ``null`` chooses about 64 units of 60 s to two hours each."""
+    """Audio per unit of work in seconds; ``null`` chooses about 64 units of 60 s to two hours each."""
 
     def __post_init__(self) -> None:
         names = [codec.name for codec in self.codecs]

@@ -54,29 +54,28 @@ class ConfiguredExecutor(Executor):
     executor from another package."""
     workers: Positive | Literal["auto"] = "auto"
     """Number of ranks. ``auto``: one per visible GPU for match and encode if there are any, otherwise one per core.
-    ``1`` on the CPU runs inside the main process, so that a debugger works."""
+    ``1`` on the CPU runs inside the main process, for debuggers."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device for match and encode. ``auto``: a GPU for each rank if there are any; a job that was allocated GPUs but
     finds none ends with an error. ``cuda``: only GPUs; on Ray, wait for GPU nodes. ``cpu``: no GPU is used."""
     feeders: Annotated[int, msgspec.Meta(ge=0)] | Literal["auto"] = "auto"
-    """Number of processes that read and decode audio ahead of the model, for each rank of match and encode. ``auto``:
-    with a GPU, one fewer than the rank's cores, at most 16; on the CPU none. ``0``: the rank itself decodes."""
+    """Number of processes per rank of match and encode that decode audio ahead of the model. ``auto``: with a GPU, one
+    fewer than the rank's cores, at most 16; on the CPU none. ``0``: the rank itself decodes."""
     unit_time_limit: Above0 | Literal["auto"] | None = "auto"
-    """Time limit for an attempt at a unit, in seconds, on SLURM too. A slower rank is ended with a traceback in its log
-    and replaced, and the attempt counts as failed. ``auto``: ten seconds for each second of audio or each record of the
-    unit, but at least an hour. ``workers: 1`` runs inside the main process only with ``auto`` or ``null``, and has no
-    limit then. ``null``: no limit."""
+    """Time limit for an attempt at a unit, in seconds, also on SLURM. A slower rank is replaced, with a traceback in
+    its log, and the attempt counts as failed. ``auto``: ten seconds per second of audio or per record, at least an
+    hour. ``null``: no limit. ``workers: 1`` runs inside the main process only with ``auto`` or ``null``, and without a
+    limit."""
     scratch: str | None = None
     """Folder on a local disk of each node, such as ``$TMPDIR``. Ranks write the files of a unit there before they copy
-    them to the disk of the dataset. ``null``: they write directly to the disk of the dataset."""
+    them to the dataset's disk. ``null``: they write directly to that disk."""
     seconds_until_seen: NotNegative = 60.0
-    """Longest delay, in seconds, until every node sees a file that another node has written, on SLURM and Ray. Ranks
-    wait this long for files of other ranks. NFS caches names for up to 60 s by default (``acdirmax``). Coherent file
-    systems (Lustre, GPFS, CephFS) need 0."""
+    """Longest delay, in seconds, until every node sees a new file, on SLURM and Ray. Ranks wait this long for files of
+    other ranks. NFS caches names for up to 60 s by default (``acdirmax``). Lustre, GPFS and CephFS need 0."""
     least_seconds_per_rank: NotNegative | None = None
-    """Minimum predicted work per rank on SLURM, in seconds. It limits the number of ranks if the pace of the stage is
-    known from a pilot (`sharmill calibrate`) or from completed units. ``null``: four times the time that starting a
-    rank and loading its model took in the pilot. ``0``: as many ranks as the profile allows."""
+    """Minimum predicted work per rank on SLURM, in seconds. It limits the number of ranks if a pilot (``sharmill
+    calibrate``) or completed units show the stage's pace. ``null``: four times the pilot's time to start a rank and
+    load its model. ``0``: as many ranks as the profile allows."""
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
     """Lowest level of messages in the logs of ranks. ``DEBUG`` adds rejects."""
 

@@ -14,8 +14,8 @@ Similarity = Annotated[float, msgspec.Meta(ge=-1, le=1)]
 @dataclass(frozen=True, kw_only=True)
 class MatchConfig(StageSection):
     """Choice of the context: the most similar utterance of the same speaker group that satisfies these conditions.
-    ``match: null`` builds a dataset without contexts, with only cuts, target audio and target codes. The stage is then
-    skipped, and records need no speaker."""
+    ``match: null`` skips the stage: the dataset has only cuts, target audio and target codes, and records need no
+    speaker."""
 
     presence: ClassVar[Presence] = "unless_null"
     without: ClassVar[str] = "a dataset without contexts"
@@ -29,40 +29,39 @@ class MatchConfig(StageSection):
     """Minimum cosine similarity between a context and its target. ``null`` uses the encoder's default: 0.75 for
     ``resemblyzer``, 0.6 for TitaNet. Any other encoder needs a number here."""
     max_similarity: Similarity | None = None
-    """Maximum cosine similarity between a context and its target, such as 0.99, to exclude processed copies of the
-    target. Copies with the same samples are always excluded."""
+    """Maximum cosine similarity, such as 0.99 to exclude processed copies of the target. Copies with the same samples
+    are always excluded."""
     max_other_similarity: Similarity | None = None
     """With ``voices``, the maximum similarity between a context and the voice of another group, which must also be less
     than that to its own group."""
     min_duration: NotNegative = 3.0
     """Minimum duration of a context in seconds."""
     max_duration: float | None = None
-    """Maximum duration of a context in seconds; ``null`` sets no limit."""
+    """Maximum duration of a context in seconds."""
     batch_seconds: Above0 = 60.0
     """Audio per batch of the encoder in seconds, including padding. On a CPU, batches contain at most 16 s."""
     precision: Precision = "fp32"
-    """Precision of the encoder: ``fp32``; ``tf32`` on GPUs with compute capability 8.0 or higher; or ``bf16`` (torch's
-    autocast) on these GPUs and on CPUs. Similarities, and therefore some choices, differ slightly between
-    precisions."""
+    """Precision of the encoder. ``tf32`` needs a GPU with compute capability 8.0 or higher, ``bf16`` (torch's autocast)
+    such a GPU or a CPU. Both change similarities slightly, and therefore some choices."""
     resampling: Literal["soxr", "kaiser", "sinc"] = "soxr"
-    """Resampling of audio to the rate of the encoder: ``soxr`` is libsoxr at high quality, as in the published scripts;
-    ``kaiser`` is torchaudio with a Kaiser window and 64 zero crossings; ``sinc`` is torchaudio's default, which is less
-    accurate near the highest frequencies. Audio that is stored or encoded is resampled as in Lhotse."""
+    """Resampling to the encoder's rate: ``soxr`` is libsoxr at high quality, as in the published scripts; ``kaiser`` is
+    torchaudio with a Kaiser window and 64 zero crossings; ``sinc`` is torchaudio's default, less accurate near the
+    highest frequencies. Stored or encoded audio is resampled as in Lhotse."""
     # A limit of 2 would leave one utterance of an odd-sized group without candidates.
     max_group: Annotated[int, msgspec.Meta(ge=3)] | None = None
-    """Maximum number of utterances per speaker group. Larger groups are split into parts, for more ranks; contexts then
-    come from the same part."""
+    """Maximum number of utterances per speaker group. Larger groups are split for more ranks; contexts then come from
+    the same part."""
     exclude_same_text: bool = False
     """Exclude candidates with the same text as the target."""
     max_text_overlap: Share | None = None
-    """Exclude candidates that share more than this fraction of words with the target, such as 0.5: the number of
-    distinct words in both texts, divided by the number in the text with fewer distinct words."""
+    """Exclude candidates that share more than this fraction of distinct words with the target, relative to the text
+    with fewer distinct words."""
     max_speaker_items: Annotated[int, msgspec.Meta(ge=2)] | None = None
     """Choose the contexts of a speaker group from a random pool of this many utterances, drawn with ``seed``."""
     contexts: Literal["choose", "given"] = "choose"
-    """``given`` keeps the contexts of the manifest (``context_audio_filepath`` and related keys). Each context is
-    checked, and missing keys are filled in. If a context cannot be used or violates the limits above, its record is
-    rejected (``bad_context``). Records without a context get one as with ``choose``."""
+    """``given`` keeps the contexts of the manifest (``context_audio_filepath`` and related keys) and fills in missing
+    keys. If a context cannot be used or violates the limits above, its record is rejected (``bad_context``). Records
+    without a context get one as with ``choose``."""
     choice: Literal["best", "sample"] = "best"
     """``best`` takes the most similar candidate. ``sample`` draws from the ``sample_size`` most similar ones, so that
     no utterance becomes the context of too many others."""

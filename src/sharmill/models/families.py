@@ -67,8 +67,7 @@ class NemoModel(ModelFamily):
     """Base class of NeMo's codecs and speaker encoders: ``nemo:<pretrained name or path of a .nemo file>``."""
 
     allow_targets: list[str] = field(default_factory=list, compare=False)
-    """Further classes and functions that the configuration in a .nemo file may name. Add them only for a model that you
-    trust."""
+    """Further classes and functions that a .nemo file may name; only for models that you trust."""
 
     packages: ClassVar = ("nemo_toolkit",)
     class_name: ClassVar[str]

@@ -72,7 +72,7 @@ class PrepareConfig(StageSection):
     min_duration: NotNegative = 0.1
     """Shortest utterance, in seconds."""
     max_duration: float | None = 600.0
-    """Longest utterance, in seconds; ``null`` means no limit. A codec processes each utterance as a whole."""
+    """Longest utterance, in seconds. A codec processes each utterance as a whole."""
     duration_tolerance: NotNegative = 0.1
     """Largest accepted difference between the duration in the manifest and in the audio header, in seconds."""
     require_text: bool = True
@@ -80,7 +80,7 @@ class PrepareConfig(StageSection):
     filters: dict[str, str] = field(default_factory=dict)
     """Conditions on manifest keys with numbers, such as ``{cer: "<= 0.03", bandwidth: ">= 8000"}``."""
     unit_records: Positive = 2000
-    """Number of records in one unit of work."""
+    """Records per unit of work."""
 
     def __post_init__(self) -> None:
         require(self.max_duration is None or self.max_duration > self.min_duration,

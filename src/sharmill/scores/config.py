@@ -17,7 +17,7 @@ class ScorerConfig:
     """Scorer to run: ``signal``, ``text``, ``speech``, ``dnsmos``, ``mos``, ``squim``, ``utmos:<file or repository>``,
     ``cer:<pretrained name or .nemo file>``, or a scorer of another package."""
     prefix: str = ""
-    """Text before the names of the columns, to tell the columns of two models apart."""
+    """Text before the names of the columns, to tell two models apart."""
     options: dict[str, Any] = field(default_factory=dict)
     """Options of the scorer, set beside ``scorer`` in a configuration."""
 
@@ -34,10 +34,10 @@ class ScoresConfig(StageSection):
     name: str = ""
     """Name of the pass, where there are several."""
     scorers: list[ScorerConfig]
-    """List of scorers; each is a name, or a mapping with the keys below."""
+    """List of scorers: see below."""
     batch_seconds: Above0 = 60.0
-    """Audio that is decoded and scored together, in seconds. It limits the memory, and may change the last digits of
-    the scores of models."""
+    """Audio that is decoded and scored together, in seconds. It limits memory, and may change the last digits of
+    models' scores."""
 
     def __post_init__(self) -> None:
         require(bool(self.scorers), "scorers is empty: name at least one scorer, or remove the section")

@@ -362,7 +362,7 @@ class ColumnSource(Source):
 
     checks_columns: ClassVar[bool] = False
     columns: dict[str, str] = dataclasses.field(default_factory=dict)
-    """Keys of records and the columns that they are read from: ``{text: sentence}``, ``{text: texts.0}``."""
+    """Keys of records and their columns: ``{text: sentence}``, ``{text: texts.0}``."""
 
     @property
     def mapped(self) -> set[str]:

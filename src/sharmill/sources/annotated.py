@@ -53,28 +53,28 @@ class AnnotatedSource(WalkedSource):
     annotations: Literal[
         "rttm", "ctm", "textgrid", "audacity", "srt", "vtt", "ami", "whisper", "nfa_words", "nfa_segments"
     ]  # fmt: skip
-    """Format of the annotations: ``textgrid`` is Praat's, ``audacity`` means label tracks, ``ami`` is words in NXT
-    format with one file per speaker, ``whisper`` is JSON of Whisper or WhisperX, ``nfa_words`` and ``nfa_segments``
-    are manifests of NeMo's forced aligner. UTF-16 files with a byte order mark are recognized."""
+    """Format of the annotations: ``textgrid`` (Praat), ``audacity`` (label tracks), ``ami`` (words in NXT format, one
+    file per speaker), ``whisper`` (JSON of Whisper or WhisperX), ``nfa_words`` and ``nfa_segments`` (manifests of
+    NeMo's forced aligner). UTF-16 files with a byte order mark are recognized."""
     annotation_root: str | None = None
     """Folder of the annotations, searched recursively; ``null`` is ``audio_root``."""
     annotation_suffix: str | None = None
     """Suffix of annotation files; ``null`` is ``.rttm``, ``.ctm``, ``.TextGrid``, ``.txt``, ``.srt``, ``.vtt``,
     ``.words.xml``, ``.json`` or ``_with_output_file_paths.json``."""
     audio: str | None = None
-    """Template for ``audio_filepath``, such as ``audio/{recording}.wav``. ``{recording}`` is the name of the recording
-    in the annotation, or the name of the annotation file; ``{path[0]}`` is a part of that file's path. ``null`` looks
-    for a file with the recording's name in the same folder below ``audio_root``."""
+    """Template for ``audio_filepath``, such as ``audio/{recording}.wav``. ``{recording}`` is the recording's name in
+    the annotation, or the annotation file's name; ``{path[0]}`` is a part of that file's path. ``null`` looks for a
+    file with the recording's name in the same folder below ``audio_root``."""
     tier: str | None = None
     """Tier of a TextGrid. A ``*`` in it matches the speaker's name: ``"* - words"``. ``"*"`` selects all tiers,
     ``null`` the only tier."""
     overlap: Literal["keep", "drop"] = "keep"
     """``drop`` rejects segments that overlap with another speaker, as ``overlapped_speech``."""
     max_gap: float | None = None
-    """Join segments of one speaker if the pause between them is at most this many seconds. ``null`` joins words of
-    ``ctm``, ``ami`` and ``nfa_words`` at pauses of up to 0.5 seconds, and nothing in other formats."""
+    """Longest pause, in seconds, at which segments of one speaker are joined. ``null`` is 0.5 for ``ctm``, ``ami`` and
+    ``nfa_words``, and joins nothing in other formats."""
     max_duration: float = 20.0
-    """Longest segment that joining may create, in seconds."""
+    """Longest joined segment, in seconds."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -28,8 +28,8 @@ class WalkedSource(RunSource, EncodedSource):
     """A source that finds its files by walking one folder."""
 
     audio_suffixes: list[str] = field(default_factory=lambda: list(_AUDIO_SUFFIXES))
-    """Suffixes of audio files, such as ``_mic1.flac``. The type ``folder`` removes the longest suffix that matches,
-    ignoring case; ``annotated`` uses the first suffix for which a file exists."""
+    """Suffixes of audio files, such as ``_mic1.flac``. ``folder`` removes the longest suffix that matches, ignoring
+    case; ``annotated`` uses the first one with an existing file."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

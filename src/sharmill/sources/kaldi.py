@@ -40,7 +40,7 @@ class KaldiSource(LineSource, EncodedSource):
     file_keys: ClassVar[tuple[str, ...]] = ("data_dir",)
     type: str = "kaldi"
     data_dir: str
-    """The data directory. It contains ``wav.scp`` and optionally ``segments``, ``text``, ``utt2spk``, ``utt2lang`` and
+    """Directory with ``wav.scp`` and optionally ``segments``, ``text``, ``utt2spk``, ``utt2lang`` and
     ``spk2gender``."""
 
     def check(self) -> None:

@@ -65,8 +65,8 @@ class LhotseSource(LineSource, ColumnSource):
     """``true`` makes each supervision of a cut a record. ``false`` makes each cut a record with the joined texts of its
     supervisions, and rejects cuts with several speakers."""
     keep_ids: bool = False
-    """Keep existing ids: ids of supervisions with ``split: true`` or ``supervisions``, otherwise ids of cuts or
-    recordings. Set this for all sources of a dataset, or for none."""
+    """Keep the ids of supervisions (with ``split: true`` or ``supervisions``), otherwise of cuts or recordings. Set
+    this for all sources or for none."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -62,7 +62,7 @@ class LhotseSharSource(ContainerSource, RunSource, ColumnSource):
     """Field with the audio, such as ``target_audio``; ``null`` uses ``target_audio`` or ``recording``, whichever
     exists."""
     keep_ids: bool = False
-    """Keep the ids of the cuts in the dataset. Set this for all sources of a dataset, or for none."""
+    """Keep the ids of the cuts. Set this for all sources or for none."""
 
     def __post_init__(self) -> None:
         if self.audio_root is None:

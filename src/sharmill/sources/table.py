@@ -48,7 +48,7 @@ class TableSource(LineSource, EncodedSource, ColumnSource):
     table: str | list[str]
     """Path of the table, or a list of paths, as for ``manifest`` of ``nemo``."""
     delimiter: str = ","
-    """Delimiter between the cells of a row: ``","``, ``"|"``, ``"\\t"`` (a tab) or another character."""
+    """Delimiter between cells: ``","``, ``"|"``, ``"\\t"`` (a tab) or another character."""
     header: list[str] | None = None
     """Column names, for tables without a header row; ``null`` reads them from the first row."""
     quotes: bool | None = None
@@ -61,7 +61,7 @@ class TableSource(LineSource, EncodedSource, ColumnSource):
     decimal: Literal[".", ","] = "."
     """Decimal separator of numbers; ``","`` reads ``2,5``."""
     numbers: list[str] = field(default_factory=list)
-    """Further keys with numbers, in addition to ``duration`` and ``offset``, such as ``cer`` for filters."""
+    """Keys with numbers besides ``duration`` and ``offset``, such as ``cer`` for filters."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

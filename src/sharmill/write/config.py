@@ -20,18 +20,18 @@ class WriteConfig(StageSection):
     alternatives: ClassVar[Sequence[str]] = ("shard_size", "num_shards", "shard_seconds")
 
     shard_size: Positive | None = None
-    """Number of cuts per shard; 1000 if neither this nor one of the next two keys is given. Only one of the three keys
-    can be given; one on the command line replaces one in the file."""
+    """Number of cuts per shard; 1000 without this and the next two keys. Only one of the three can be given; one on the
+    command line replaces one in the file."""
     num_shards: Positive | None = None
-    """Number of shards. Their sizes differ by at most one cut, and there are never more shards than cuts."""
+    """Number of shards, at most one per cut. Their sizes differ by at most one cut."""
     shard_seconds: float | None = None
     """Approximate seconds of target audio per shard."""
     audio_format: Literal["flac", "wav", "mp3", "opus", "original"] = "flac"
-    """Format of the stored audio; ``original`` keeps the format of each source file, or uses FLAC if that format cannot
-    be written. A record that is a whole mono file in this format and at ``sampling_rate`` is copied byte for byte.
-    Other FLAC and WAV audio is stored with 16 bits, rounded if necessary. Samples that exceed full scale are clipped
-    and counted. Opus and MP3 use libsndfile's variable bit rates: for speech at 16, 24 and 48 kHz about 28, 37 and 62
-    kbit/s (Opus) and 43, 55 and 68 kbit/s (MP3)."""
+    """Format of the stored audio; ``original`` keeps the format of each source file, or uses FLAC if that cannot be
+    written. Records that are whole mono files in this format and at ``sampling_rate`` are copied byte for byte. Other
+    FLAC and WAV audio is stored with 16 bits, rounded if necessary. Samples beyond full scale are clipped and counted.
+    Bit rates of Opus and MP3 vary: for speech at 16, 24 and 48 kHz about 28, 37 and 62 kbit/s (Opus) and 43, 55 and 68
+    kbit/s (MP3)."""
     sampling_rate: Positive | None = None
     """Sampling rate of the stored audio in Hz; ``null`` keeps the rate of each recording."""
     order: Literal["manifest", "speaker", "shuffle"] = "shuffle"

@@ -34,17 +34,17 @@ class RankProfile:
     partition: str | None = None
     """Partition for the jobs; ``null`` for the cluster's default."""
     account: str | None = None
-    """Account to charge; ``null`` for the account of the profile."""
+    """Account to charge; ``null`` for the profile's."""
     qos: str | None = None
-    """Quality of service; ``null`` for that of the profile."""
+    """Quality of service; ``null`` for the profile's."""
     max_parallel: Positive | None = None
-    """Maximum number of ranks of one stage that run at once; ``null`` for the value of the profile."""
+    """Maximum number of ranks of one stage that run at once; ``null`` for the profile's value."""
     max_ranks: Positive = 64
     """Maximum number of ranks of one stage. They form one job array, so the cluster's ``MaxArraySize`` must allow
     it."""
     gpus: Annotated[int, msgspec.Meta(ge=0, le=1)] = 0
-    """Number of GPUs of a rank, one or none. To use several GPUs of a node, allow several ranks (``max_ranks``). Not
-    sent to SLURM if ``gres`` in ``extra`` requests GPUs."""
+    """Number of GPUs of a rank, one or none. For several GPUs of a node, allow several ranks (``max_ranks``). Not sent
+    to SLURM if ``gres`` in ``extra`` requests GPUs."""
     cores: Positive = 1
     """Number of CPU cores of a rank."""
     memory_gb: Annotated[float, msgspec.Meta(gt=0)] | None = 4.0
@@ -76,8 +76,8 @@ class ClusterProfile:
     """Ranks of the other stages, and the driver jobs between the stages; see below."""
     stages: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Different values for keys of ``gpu`` and ``cpu``, by stage: ``prepare``, ``match``, ``write``, ``encode`` (on
-    GPUs), ``validate``, stages of other packages, and ``driver`` for the driver jobs between the stages. ``extra`` is
-    added to that of ``gpu`` or ``cpu``; if both have an option, the stage's value applies."""
+    GPUs), ``validate``, stages of other packages, and ``driver`` for driver jobs. ``extra`` is added to the options of
+    ``gpu`` or ``cpu``; the stage's value of an option takes precedence."""
     account: str | None = None
     """Account to charge (``sbatch --account``)."""
     qos: str | None = None
@@ -86,18 +86,18 @@ class ClusterProfile:
     """Maximum number of ranks of one stage that run at once."""
     max_parallel_all: Positive | None = None
     """Maximum number of ranks that run at once for all datasets of one ``sharmill submit``. Each dataset gets an equal
-    share, at least one rank; ``max_parallel`` still applies. ``null``: only ``max_parallel`` applies."""
+    share, at least one rank; ``max_parallel`` still applies."""
     signal_s: Positive = 90
     """How long before its time limit a rank is told to stop, in seconds."""
     max_requeues: Annotated[int, msgspec.Meta(ge=0)] = 100
-    """Maximum number of times that one rank is requeued because of its time limit."""
+    """Maximum number of requeues of a rank because of its time limit."""
     python: str | None = None
     """Python interpreter for the ranks, or the beginning of a command such as ``apptainer exec --nv IMAGE python``;
     ``null`` for the interpreter that runs ``sharmill submit``. With pyxis, this is the interpreter inside the
     container."""
     driver_units: Annotated[int, msgspec.Meta(ge=0)] = 4
-    """A CPU stage with at most this many units per worker is processed by the driver job itself, instead of by ranks
-    that must wait in the queue. The number of workers depends on the cores and memory of the job. ``0``: never."""
+    """The driver job itself processes a CPU stage with at most this many units per worker, instead of queueing ranks.
+    The job's cores and memory determine the number of workers. ``0``: never."""
     driver_hours: Annotated[float, msgspec.Meta(ge=0)] = 10.0
     """Maximum hours of audio of a stage that a driver job processes itself. ``prepare``, and the part of ``encode``
     that puts codes into shards, are limited only by ``driver_units``."""
@@ -108,8 +108,8 @@ class ClusterProfile:
     notify: str | None = None
     """Shell command that a driver job runs once, when the run is complete or has failed, such as ``mail -s
     "$SHARMILL_NAME $SHARMILL_STATE" me@example.org``. Its environment has ``SHARMILL_NAME``, ``SHARMILL_STATE``
-    (``done`` or ``failed``), ``SHARMILL_FINDINGS`` (the number of findings), ``SHARMILL_MESSAGE`` and
-    ``SHARMILL_RUN_DIR``; its standard input is the message."""
+    (``done`` or ``failed``), ``SHARMILL_FINDINGS`` (number of findings), ``SHARMILL_MESSAGE`` and ``SHARMILL_RUN_DIR``;
+    its standard input is the message."""
     container_image: str | None = None
     """Container image for ranks (requires pyxis). Driver jobs run outside the container."""
     container_mounts: list[str] = field(default_factory=list)

@@ -103,6 +103,8 @@ NOT_KNOWN: dict[str, dict[str, Any]] = {
     "a class that fetches a model": {"encoder": {"_target_": f"{TTS}.modules.audio_codec_modules.SLMEncoder"}},
     "what a module imports": {"decoder": {"_target_": "nemo.collections.asr.modules.conv_asr.torch.save"}},
     "a function of torch": {"decoder": {"_target_": "torch.nn.functional.relu"}},
+    "a file outside that looks like a member": {"decoder": {"model_path": "nemo:${oc.env:HOME}"}},
+    "a folder of a member": {"decoder": {"vocab_path": "nemo:sub/vocab.txt"}},
     "deep below": {"preprocessor": {"a": [{"b": {"_target_": APP}}]}},
     "a target that is no text": {"decoder": {"_target_": ["os.mkdir"]}},
     "an old spelling": {"decoder": {"cls": APP, "params": {}}},

@@ -60,8 +60,7 @@ _CLASSES: Final = {
         "DiscriminatorHingedLoss", "DiscriminatorSquaredLoss", "GeneratorHingedLoss", "GeneratorSquaredLoss",
     ),
     f"{_ASR}.models.label_models": ("EncDecSpeakerLabelModel",),
-    f"{_ASR}.models": ("EncDecSpeakerLabelModel", *_RECOGNISERS.values()),
-    **{f"{_ASR}.models.{module}": (name,) for module, name in _RECOGNISERS.items()},
+    f"{_ASR}.models": ("EncDecSpeakerLabelModel",),
     f"{_ASR}.modules": ("ConformerEncoder", *_PREPROCESSORS, *_CONVOLUTIONS, *_TRANSDUCERS),
     f"{_ASR}.modules.rnnt": _TRANSDUCERS,
     f"{_ASR}.modules.audio_preprocessing": _PREPROCESSORS,
@@ -72,6 +71,8 @@ _CLASSES: Final = {
     "nemo.collections.common.losses.cross_entropy": ("CrossEntropyLoss",),
 }  # fmt: skip
 _ALLOWED: Final = frozenset(f"{module}.{name}" for module, names in _CLASSES.items() for name in names)
+# Classes that the key ``target`` of a whole configuration may name, but none of its parts.
+_WHOLE: Final = frozenset(f"{_ASR}.models.{module}.{name}" for module, name in _RECOGNISERS.items())
 _LAYER: Final = re.compile(r"torch\.nn\.[A-Z][A-Za-z0-9]*")
 # Keys that name a class: in Hydra, and in older and newer configurations of NeMo.
 _TARGET_KEYS: Final = ("_target_", "target", "cls")
@@ -139,6 +140,8 @@ def read_nemo_config(path: Path, allow_targets: Collection[str] = ()) -> dict[st
     config = {key: value for key, value in config.items() if not _TRAINING_ONLY.fullmatch(str(key))}
     for key, value in _walk(config, ""):
         name = key.rpartition(".")[2]
+        if key == "target" and value in _WHOLE:
+            continue
         if name not in allow_targets and str(value) not in allow_targets and (what := _find_fault(name, value)):
             raise ConfigError(
                 f"{path} is not loaded, because {key} in its configuration is {str(value)[:200]!r}, {what}; "
@@ -202,10 +205,8 @@ def _find_fault(name: str, value: Any) -> str | None:
         return None
     elif name == "trust_remote_code" or name.startswith("init_from_"):
         return "which loads files beyond the checkpoint"
-    elif (
-        isinstance(value, str)
-        and not _MEMBER.fullmatch(value)
-        and (_PATH.match(value) or (name.endswith("_path") and value))
+    elif isinstance(value, str) and (
+        _PATH.match(value) or (name.endswith("_path") and value and not _MEMBER.fullmatch(value))
     ):
         return "which lies outside the checkpoint"
     elif isinstance(value, (int, float)) and value > _MAX_BANDS.get(name, value):

@@ -1,5 +1,7 @@
 """Tests of the clusters of voices and of the comparison with them, on vectors."""
 
+import tracemalloc
+
 import numpy as np
 import pytest
 import torch
@@ -11,6 +13,7 @@ from support.project import examples
 from sharmill.voices import compare
 from sharmill.voices.cluster import link_average, link_blocks
 from sharmill.voices.compare import compare_with_voices, find_voices
+from sharmill.voices.labels import find_lowest_similarity
 
 
 def unit(rows):
@@ -102,3 +105,29 @@ def test_groups_of_one_and_of_silence_have_no_other_voice():
     _, found = audit(rows, [*"abcc"])
     assert not (np.isfinite(found.own[:2])).any()
     assert not (found.other > 0).any()
+
+
+def test_a_group_may_have_more_than_65536_voices(monkeypatch):
+    """Strangers under one label, as in a corpus without speakers; each clip is a voice of its own."""
+    angles = np.linspace(0, 2 * np.pi, 70_000, endpoint=False)
+    rows = np.stack([np.cos(angles), np.sin(angles)], axis=1)
+    clusters, groups = np.arange(70_000, dtype=np.uint32), np.zeros(70_000, np.uint32)
+    voices, directions = find_voices(rows, clusters, groups, 0.8)
+    assert len(np.unique(voices["number"])) == 70_000
+    largest = []
+    product = compare._product
+    monkeypatch.setattr(compare, "_product", lambda *args: largest.append((found := product(*args)).size) or found)
+    found = compare_with_voices(rows[:9], clusters[:9], groups[:9], voices, torch.from_numpy(directions))
+    assert found.own == pytest.approx(np.cos(angles[1]), abs=1e-6)  # its neighbour on the circle
+    assert max(largest) <= 9 * 8192
+
+
+def test_the_voices_of_a_group_are_compared_in_bounded_memory():
+    rows = unit(np.random.default_rng(0).normal(size=(9_000, 3)))
+    tracemalloc.start()
+    lowest = find_lowest_similarity(rows)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 400 * 2**20  # all pairs would need 648 MB
+    assert find_lowest_similarity(rows[:1]) == 1.0
+    assert lowest == pytest.approx(float((rows[:, None, :] * rows[None, :90]).sum(axis=2).min()), abs=0.01)

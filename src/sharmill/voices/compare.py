@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 # may have in common; whether it is a main voice of its group; and the line and number by which its speaker is named.
 VOICE: Final = np.dtype(
     [("cluster", "u4"), ("group", "u4"), ("size", "u4"), ("length", "f4"), ("voice", "u4"), ("is_main", "?"),
-     ("speaker", "u4"), ("number", "u2")]
+     ("speaker", "u4"), ("number", "u4")]
 )  # fmt: skip
 # A cluster with at least this share of the clips of the largest one is a main voice of its group too, unless it is a
 # single clip beside several of one voice. A smaller one is a further voice if it has at least CORE clips.
@@ -150,9 +150,10 @@ def compare_with_voices(
             inside = slice(begin, end)
             mine = np.arange(*np.searchsorted(voices["group"], [groups[rows[begin]], groups[rows[begin]] + 1]))
             mine = mine[voices["is_main"][mine]]
-            if len(mine):
-                similar = _product(block[inside], directions[mine])
-                own[rows[inside]] = _without_itself(similar, clusters[rows[inside]], voices[mine]).max(axis=1)
+            for first in range(0, len(mine), _VOICES):
+                some = mine[first : first + _VOICES]
+                similar = _without_itself(_product(block[inside], directions[some]), clusters[rows[inside]], voices[some])
+                own[rows[inside]] = np.maximum(own[rows[inside]], similar.max(axis=1))
             bounds = (np.searchsorted(voices["voice"], voices["voice"][mine], side, by_voice) for side in _SIDES)
             excluded += [(inside, by_voice[first:last]) for first, last in zip(*bounds, strict=True)]
         for first in range(0, len(voices), _VOICES):

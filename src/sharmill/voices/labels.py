@@ -3,7 +3,7 @@
 from collections import defaultdict
 from collections.abc import Iterator
 from itertools import pairwise
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
@@ -13,6 +13,9 @@ from sharmill.manifest import Utterance, read_lines_at, tagged_speaker
 from sharmill.stages.lines import OFFSET
 from sharmill.stages.speaker_key import key_of, make_speaker_key
 from sharmill.voices.similarity import least_similarity
+
+# Similarities of the voices of a group that are computed together, 128 MiB: a group may have as many voices as clips.
+_BLOCK: Final = 1 << 24
 
 
 class Labels:
@@ -82,9 +85,18 @@ class Labels:
     def _lowest_similarity(self, rows: list[int]) -> float:
         """Return the lowest mean similarity of the clips of two of these voices; 1 for a single voice."""
         means = self.directions[rows].astype(np.float64) * self.voices["length"][rows][:, None]
-        similar = means @ means.T
-        return round(float(similar[np.triu_indices(len(rows), 1)].min(initial=1.0)), 4)
+        return round(find_lowest_similarity(means), 4)
 
     def _example(self, line: int) -> str:
         segment = self.first_of(line).segment
         return f"{segment.audio_filepath} at {segment.offset:g} s"
+
+
+def find_lowest_similarity(means: np.ndarray) -> float:
+    """Return the lowest product of two of the rows (N, D), or 1 if there are fewer than two rows."""
+    lowest, step = 1.0, max(1, _BLOCK // max(1, len(means)))
+    for start in range(0, len(means), step):
+        similar = means[start : start + step] @ means[start:].T
+        similar[np.tril_indices(len(similar))] = 1.0
+        lowest = min(lowest, float(similar.min()))
+    return lowest

@@ -260,3 +260,55 @@ def test_a_corpus_of_which_nothing_is_left_has_no_voices(project):
     config = run_stages(project, voices={})
     assert speakers(config) == {}
     assert findings(project) == []
+
+
+def test_match_runs_again_if_only_the_similarities_to_voices_change(project):
+    fill(project, people=("bob",))
+    for number, pitch in enumerate((0, 0, 500, 480)):
+        add(project, f"anna{number}", "anna", pitch=pitch)
+    match = {"max_other_similarity": 0.6, "min_similarity": 0.5}
+    run_stages(project, match=match, voices={"similarity": 0.8})
+    config = run_stages(project, match=match, voices={"similarity": 0.99}, stages=("voices",), restart=True)
+    with raises(ConfigError, "changed_plan", "similarities"):
+        run(stage_of(config, "match"))
+    free = {"match": {"min_similarity": 0.5}}
+    run_stages(project, **free, voices={"similarity": 0.99}, stages=("match",), restart=True)
+    run_stages(project, **free, voices={"similarity": 0.8}, stages=("voices",), restart=True)
+    run_stages(project, **free, voices={"similarity": 0.8}, stages=("match",))  # without a limit, nothing has changed
+
+
+class OtherEncoder(PitchEncoder):
+    """Its distances are a little smaller."""
+
+    def _row(self, samples: torch.Tensor) -> list[float]:
+        cosine, sine = super()._row(samples)
+        return [cosine, sine * 0.99]
+
+
+def test_voices_run_again_if_only_the_embeddings_change(project):
+    fill(project, people=("anna", "bob"))
+    config = run_stages(project, voices={})
+    (voices,) = make_stages(config, ["voices"])[2:]
+    before = np.load(voices.product("voices/similarities"))
+    run_stages(project, OtherEncoder(), voices={}, stages=("voices.embed", "voices.cluster"), restart=True)
+    assert run(voices).ok
+    assert not np.array_equal(np.load(voices.product("voices/similarities")), before)
+
+
+def test_another_action_needs_no_restart_and_no_embeddings(project):
+    fill(project)
+    add(project, "wrong", "bob", label="anna")
+    run_stages(project, voices={})
+    encoder = PitchEncoder()
+    run_stages(project, encoder, voices={"action": "reject"}, stages=("voices",))
+    assert [one["reason"] for one in project.rejects("voices")] == ["wrong_voice"]
+    assert encoder.embedded == 0
+
+
+def test_embeddings_are_not_replaced_without_a_restart(project):
+    fill(project, people=("anna",))
+    run_stages(project, voices={}, stages=("prepare", "voices"))
+    encoder = PitchEncoder()
+    with raises(ConfigError, "changed_plan", "window_seconds"):
+        run_stages(project, encoder, voices={"window_seconds": 1.0}, stages=("voices",))
+    assert encoder.embedded == 0

@@ -190,6 +190,7 @@ class ShardsStage(FieldStage):
     """Round that adds the codes of one codec to a dataset and its index as fields. A unit is a shard."""
 
     kind = "encode.shards"
+    is_cheap = True
     section = EncodeConfig
     after: ClassVar[Sequence[str]] = ("write", "encode.segments", "encode")
 

@@ -38,6 +38,7 @@ class SurveyStage(Stage):
     """
 
     kind = "encode.segments"
+    is_cheap = True
     section = EncodeConfig
     after = ("write",)
 

@@ -160,9 +160,9 @@ def is_plan_current(stage: StageRun, identity: dict[str, Any]) -> bool:
 def _is_cheap_to_replan(stage: StageRun) -> bool:
     """Return True if a new plan loses little work.
 
-    This is true of stages that read the output of all stages, such as checks, and of the secondary rounds of a step.
+    This is true of stages that read the output of all stages, such as checks, and of stages that declare it.
     """
-    return "*" in stage.declaration.after or step_of(stage.kind) != stage.kind
+    return "*" in stage.declaration.after or stage.declaration.is_cheap
 
 
 def request_replan(stage: StageRun) -> None:

@@ -85,6 +85,7 @@ class Stage(ABC):
             not read its output, and for the rejects of all stages.
         resource: ``gpu`` if it needs one rank per visible GPU, or CPU ranks if there are no GPUs; otherwise ``cpu``.
         cost_unit: the measure of the costs of its units.
+        is_cheap: True if an outdated plan is replaced without ``--restart``, because little work is lost.
     """
 
     kind: ClassVar[str]
@@ -92,6 +93,7 @@ class Stage(ABC):
     after: ClassVar[Sequence[str]] = ()
     resource: ClassVar[Resource] = "cpu"
     cost_unit: ClassVar[CostUnit] = "seconds of audio"
+    is_cheap: ClassVar[bool] = False
 
     @abstractmethod
     def identity(self, run: "StageRun") -> dict[str, Any]:

@@ -106,12 +106,17 @@ class MatchStage(Stage):
         encoder, settings = self.model(run), run.settings
         match = asdict(settings) | {"min_similarity": min_similarity(settings)}
         del match["options"]  # already part of the encoder's identity
-        return {
+        before = stage_before_match(run.config)
+        found = {}
+        if settings.max_other_similarity is not None:
+            # Other similarities to voices exclude other candidates, although the records are the same.
+            found["similarities"] = run.totals_of(before, "similarities").products["similarities"].xxh3
+        return found | {
             "match": match,
             "speaker_key": run.config.matched_key,
             "encoder": encoder.identity(),
             "audio_roots": identify_roots(self.input(run), run.run_dir.path),
-            "input": identify_manifest(run, stage_before_match(run.config)),
+            "input": identify_manifest(run, before),
             "versions": versions(*RESAMPLING_PACKAGES[settings.resampling], "torch", *encoder.packages),
         }
 

@@ -67,6 +67,7 @@ class ClusterStage(Stage):
     """
 
     kind = "voices.cluster"
+    is_cheap = True
     section = VoicesConfig
     after = ("voices.embed",)
     cost_unit = "records"
@@ -152,6 +153,7 @@ class VoicesStage(Stage):
     """The stage that decides about the labels. A unit is a span of lines of the manifest."""
 
     kind = "voices"
+    is_cheap = True
     section = VoicesConfig
     after = ("prepare", "voices.embed", "voices.cluster")
     resource = "gpu"
@@ -175,11 +177,13 @@ class VoicesStage(Stage):
 
     def identity(self, run: StageRun) -> dict[str, Any]:
         clusters = run.totals_of("voices.cluster", "clusters").products["clusters"]
+        embedded = run.totals_of("voices.embed", *ARRAYS).products
         return {
             "voices": asdict(run.settings),
             "similarities": [voice_similarity(run.config), doubtful_similarity(run.config)],
             "speaker_key": run.config.matched_key,
             "clusters": clusters.xxh3,
+            "embedded": [embedded[name].xxh3 for name in ARRAYS],
             "input": identify_manifest(run, "voices.embed"),
             "versions": versions("numpy", "torch"),
         }
@@ -235,7 +239,7 @@ class VoicesStage(Stage):
         nearer, compared = (sum(commit.stats[name] for commit in run.commits) for name in ("nearer", "compared"))
         if compared:
             notes.append(f"{nearer / compared:.1%} of {compared:,} clips are most similar to the voice of their group")
-        totals = msgspec.structs.replace(totals, notes=[*notes, *([f"see {labels}"] if found else [])])
+        totals = msgspec.structs.replace(totals, notes=[*notes, *([f"see {labels.relative_to(run.run_dir.path)}"] if found else [])])
         facts = {"findings": dict(found), "nearer": nearer, "compared": compared, "num_voices": len(sizes)}
         return finish_manifest(run, manifest, products | {"labels": labels}, totals, **facts)
 

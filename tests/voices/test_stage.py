@@ -312,3 +312,29 @@ def test_embeddings_are_not_replaced_without_a_restart(project):
     with raises(ConfigError, "changed_plan", "window_seconds"):
         run_stages(project, encoder, voices={"window_seconds": 1.0}, stages=("voices",))
     assert encoder.embedded == 0
+
+
+def test_a_further_voice_gets_a_name_that_no_speaker_has(project):
+    fill(project, people=("anna",))
+    for number in range(4):
+        add(project, f"bob{number}", "bob", label="anna")
+        add(project, f"carl{number}", "carl", label="anna_2")
+    names = speakers(run_stages(project, voices={"action": "relabel"}))
+    assert (names["anna0"], names["bob0"], names["carl0"]) == ("anna", "anna_2_", "anna_2")
+
+
+def test_a_clip_that_changed_its_group_may_be_a_context_there(project):
+    fill(project, people=("anna",))
+    for number, pitch in enumerate((0, 60)):
+        add(project, f"bob{number}", "bob", pitch=pitch)
+    add(project, "wrong", "bob", label="anna", pitch=61)  # the clip most similar to bob1
+    keys = {"voices": {"action": "relabel"}, "match": {"max_other_similarity": 0.9}}
+    assert contexts(run_stages(project, **keys))["bob1"] == "wrong"
+
+
+def test_a_records_own_given_speaker_is_kept(project):
+    fill(project)
+    add(project, "wrong", "bob", label="anna", given_speaker="hers")
+    config = run_stages(project, voices={"action": "relabel"})
+    record = next(one for one in lines(matched_manifest(config)) if one["audio_filepath"] == "wrong.wav")
+    assert (tagged_speaker(record["speaker"]), record["given_speaker"]) == ("bob", "hers")

@@ -40,11 +40,16 @@ def write_part(path: Path, utterances: Iterable[Utterance], group_of: Callable[[
         for utterance in utterances:
             line = utterance.to_json() + b"\n"
             stream.write(line)
-            key = xxhash.xxh3_128_intdigest(group_of(utterance).encode("utf-8", "surrogatepass"))
             context = utterance.context.segment.duration if utterance.context is not None else 0.0
-            group = key >> 64, key & (1 << 64) - 1
+            group = hash_group(group_of(utterance))
             rows.append((len(line), max(0, utterance.index), utterance.segment.duration, context, group))
     return np.array(rows, LINE)
+
+
+def hash_group(key: str) -> tuple[int, int]:
+    """Return the 128-bit hash of the key of a group, as the column ``group`` has it."""
+    hashed = xxhash.xxh3_128_intdigest(key.encode("utf-8", "surrogatepass"))
+    return hashed >> 64, hashed & (1 << 64) - 1
 
 
 def merge_columns(

@@ -10,7 +10,7 @@ import numpy as np
 from sharmill.engine.stage import StageRun
 from sharmill.files.arrays import map_stored_array
 from sharmill.manifest import Utterance, read_lines_at, tagged_speaker
-from sharmill.stages.lines import OFFSET
+from sharmill.stages.lines import OFFSET, column, hash_group
 from sharmill.stages.speaker_key import key_of, make_speaker_key
 from sharmill.voices.similarity import least_similarity
 
@@ -29,6 +29,9 @@ class Labels:
         self._manifest = run.product("voices.embed/manifest")
         self._offsets = map_stored_array(run.product(f"voices.embed/{OFFSET}"))
         self._known: dict[int, Utterance] = {}
+        self._groups: set[int] = set()
+        if run.settings.action == "relabel":
+            self._groups = set(np.unique(column(run, "prepare", "group")[:, 0]).tolist())
 
     def read(self, lines: np.ndarray) -> list[Utterance]:
         """Return the utterances of lines (N,) of the manifest."""
@@ -45,10 +48,17 @@ class Labels:
         return key_of(self._key, self.first_of(line))
 
     def speaker_of(self, voice: int) -> str:
-        """Return the name of the speaker who has a voice: that of its group, with a number for a further voice."""
+        """Return the name of the speaker who has a voice: that of its group, with a number for a further voice.
+
+        Underscores follow the number if the name is that of a given group.
+        """
         number = int(self.voices["number"][voice])
         name = tagged_speaker(self.first_of(int(self.voices["speaker"][voice])).speaker)
-        return name if number == 1 else f"{name}_{number}"
+        if number > 1:
+            name += f"_{number}"
+            while hash_group(name)[0] in self._groups:
+                name += "_"
+        return name
 
     def describe_groups(self) -> Iterator[dict[str, Any]]:
         """Yield a finding for each group with several voices, and for the groups that have a voice in common."""

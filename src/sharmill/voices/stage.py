@@ -275,7 +275,8 @@ class VoicesProcessor(Processor):
         compared = compare_with_voices(embeddings, clusters, groups, self._labels.voices, self._directions)
         similarities = np.stack([compared.own, compared.other], axis=1)
         similarities[~embeddings.any(axis=1) | ~np.isfinite(similarities).all(axis=1)] = np.nan
-        kept, rejects, rows, findings = list[Utterance](), list[Reject](), list[int](), list[dict[str, Any]]()
+        kept, rejects, findings = list[Utterance](), list[Reject](), list[dict[str, Any]]()
+        rows, moved = list[int](), list[int]()
         for row, utterance in enumerate(self._labels.read(lines)):
             utterance.index = int(lines[row])
             reject = self._lost.get(utterance.index)
@@ -286,13 +287,16 @@ class VoicesProcessor(Processor):
             if reject is not None:
                 rejects.append(Reject(self._stage, reject.reason, reject.detail, utterance.public_record()))
                 continue
-            self._name(utterance, found, int(compared.nearest[row]))
+            if self._name(utterance, found, int(compared.nearest[row])):
+                moved.append(len(rows))
             kept.append(utterance)
             rows.append(row)
         name = f"parts/{unit.index:06d}"
         columns = write_part(staging.path(f"{name}.jsonl"), kept, partial(key_of, self._key))
         save_array(staging.path(f"{name}.npy"), columns)
-        save_array(staging.path(f"{name}.similarities.npy"), similarities[rows].astype(np.float32))
+        saved = similarities[rows].astype(np.float32)
+        saved[moved] = saved[moved, ::-1]
+        save_array(staging.path(f"{name}.similarities.npy"), saved)
         with open_new(staging.path(f"{name}.labels.jsonl")) as stream:
             stream.writelines(msgspec.json.encode(one) + b"\n" for one in findings)
         files = [f"{name}.{kind}" for kind in ("jsonl", "npy", "similarities.npy", "labels.jsonl")]
@@ -323,8 +327,13 @@ class VoicesProcessor(Processor):
             found.append({"finding": "mixed_voices", **clip, "similarity": round(turn, 4), "at": round(at, 3)})
         return found
 
-    def _name(self, utterance: Utterance, found: list[dict[str, Any]], nearest: int) -> None:
-        """Give an utterance the speaker whose voice it has, if the configuration asks for that."""
+    def _name(self, utterance: Utterance, found: list[dict[str, Any]], nearest: int) -> bool:
+        """Give an utterance the speaker whose voice it has, if the configuration asks for that.
+
+        Returns:
+            True if the utterance moves to the group of the nearest voice, which then is its own.
+        """
+        wrong = False
         if self._names is not None:
             head = int(self._clusters[utterance.index])
             speaker = f"voice-{int(self._names[head]):016x}"[: len("voice-") + _NAME_DIGITS]
@@ -332,15 +341,16 @@ class VoicesProcessor(Processor):
             wrong = any(one["finding"] == "wrong_voice" for one in found)
             voice = nearest if wrong else self._voice_of(utterance.index)
             if voice is None:
-                return
+                return False
             speaker = self._labels.speaker_of(voice)
         else:
-            return
+            return False
         tag = parse_speaker_tag(utterance.speaker)
         if tag.speaker != speaker:
             utterance.speaker = str(replace(tag, speaker=speaker))
             if tag.speaker != NO_SPEAKER:
-                utterance.custom = utterance.custom | {"given_speaker": tag.speaker}
+                utterance.custom = {"given_speaker": tag.speaker} | utterance.custom
+        return wrong
 
     def _voice_of(self, line: int) -> int | None:
         """Return the number of the voice that is the cluster of a line; None if its cluster is no voice."""

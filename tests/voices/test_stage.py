@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from support.pitch_encoder import PitchEncoder
-from support.project import lines, matched_manifest, raises, run, stage_of, voice
+from support.project import Project, lines, matched_manifest, raises, run, stage_of, voice
 
 from sharmill.config import to_yaml
 from sharmill.engine.order import make_stages
@@ -338,3 +338,43 @@ def test_a_records_own_given_speaker_is_kept(project):
     config = run_stages(project, voices={"action": "relabel"})
     record = next(one for one in lines(matched_manifest(config)) if one["audio_filepath"] == "wrong.wav")
     assert (tagged_speaker(record["speaker"]), record["given_speaker"]) == ("bob", "hers")
+
+
+class OnDevice(torch.Tensor):
+    """A tensor that numpy cannot read, like one on a GPU."""
+
+    @property
+    def device(self):
+        return torch.device("cuda")
+
+    def __array__(self, *args, **keys):
+        raise TypeError("can't convert cuda:0 device type tensor to numpy")
+
+    def cpu(self):
+        return self.as_subclass(torch.Tensor)
+
+
+class DeviceEncoder(PitchEncoder):
+    def embed(self, audio: torch.Tensor, num_samples: torch.Tensor) -> torch.Tensor:
+        return super().embed(audio, num_samples).as_subclass(OnDevice)
+
+
+@pytest.mark.parametrize("stages", [("prepare", "match"), ("prepare", "voices", "match")])
+def test_given_contexts_are_compared_with_records_on_a_gpu(project, stages):
+    fill(project, count=3, people=("anna",))
+    add(project, "extra", "anna")
+    project.records.pop()
+    project.records[0]["context_audio_filepath"] = "extra.wav"
+    keys = {"voices": {}} if "voices" in stages else {}
+    config = run_stages(project, DeviceEncoder(), match={"contexts": "given"}, stages=stages, **keys)
+    assert contexts(config)["anna0"] == "extra"
+
+
+def test_stored_embeddings_are_compared_with_a_datasets_on_a_gpu(project, tmp_path):
+    old = Project(tmp_path / "old")
+    fill(old, count=3, people=("anna",))
+    old.write(match=None, write={"order": "manifest"})
+    add(project, "new", "anna", pitch=2)
+    match = {"contexts_from_dataset": True}
+    config = run_stages(project, DeviceEncoder(), match=match, append_to=str(old.dataset), voices={})
+    assert contexts(config) == {"new": "anna2"}

@@ -18,7 +18,7 @@ from sharmill.audio.roots import AudioRoots
 from sharmill.errors import ConfigError, RejectRecord
 from sharmill.manifest import CONTEXT_KEYS, Context, Segment, Utterance, recording_id, tagged_speaker
 from sharmill.match.config import MatchConfig
-from sharmill.match.embed import EmbeddedSegment
+from sharmill.match.embed import EmbeddedSegment, to_array
 from sharmill.match.select import number_words, select_context
 from sharmill.models import ModelFamily, find_speaker_encoder
 from sharmill.stages.speaker_key import SpeakerKey
@@ -276,7 +276,7 @@ class ContextChooser:
         )
         similarity = given.similarity
         if math.isnan(similarity):
-            similarity = round(float(np.dot(np.float64(own.embedding), np.float64(voice.embedding))), 6)
+            similarity = round(float(np.dot(*(to_array(one.embedding).astype(np.float64) for one in (own, voice)))), 6)
         if overlaps and self.roots.real_name(utterance.segment) == self.roots.real_name(segment):
             problem = "is the utterance itself or overlaps it"
         elif own.content == voice.content:
@@ -325,8 +325,9 @@ def _number_values(values: Iterable[Hashable], numbers: dict[Any, int] | None = 
 
 def _stack(rows: list[Any]) -> Any:
     """Stack embeddings into an array (N, D) or, for a large group on a GPU, into a tensor on that GPU."""
-    if isinstance(rows[0], np.ndarray):
-        return np.stack(rows)
+    # Stored embeddings are arrays, also where others are tensors.
+    if any(isinstance(row, np.ndarray) for row in rows):
+        return np.stack([to_array(row) for row in rows])
     import torch
 
     stacked = torch.stack(rows)

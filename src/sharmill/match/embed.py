@@ -255,9 +255,14 @@ def _draw(unit_id: str, name: str) -> int:
     return xxhash.xxh3_64_intdigest(f"{unit_id}\n{name}".encode("utf-8", "surrogatepass"))
 
 
+def to_array(embedding: Any) -> np.ndarray:
+    """Return an embedding (D,), an array or a tensor on any device, as an array of float32."""
+    return np.asarray(embedding.cpu() if hasattr(embedding, "cpu") else embedding, np.float32)
+
+
 def pack_voice(embedding: Any) -> str:
     """Encode an array or a tensor (D,) as base64 text, with values quantized in steps of 1/127 of the largest."""
-    values = np.asarray(embedding.cpu() if hasattr(embedding, "cpu") else embedding, np.float32)
+    values = to_array(embedding)
     steps = np.rint(values * (127 / max(float(np.abs(values).max(initial=0.0)), 1e-9)))
     return base64.b64encode(steps.astype(np.int8).tobytes()).decode()
 

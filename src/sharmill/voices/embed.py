@@ -21,7 +21,7 @@ from sharmill.files.staging import Staging
 from sharmill.manifest import Utterance, read_lines_at
 from sharmill.match.choose import encoder_family
 from sharmill.match.config import MatchConfig
-from sharmill.match.embed import Embedder, PendingSegments
+from sharmill.match.embed import Embedder, PendingSegments, to_array
 from sharmill.match.groups import divide
 from sharmill.match.stage import make_embedder, unit_seconds
 from sharmill.models import ModelFamily
@@ -149,5 +149,5 @@ class EmbedProcessor(AheadProcessor[_Begun]):
 
 def _stored(embedding: Any) -> np.ndarray:
     """Return an embedding (D,) as it is stored: as zeros, like that of silence, if it is not finite."""
-    row = np.asarray(embedding.cpu() if hasattr(embedding, "cpu") else embedding, np.float16)
+    row = to_array(embedding).astype(np.float16)
     return row if np.isfinite(row).all() else np.zeros_like(row)

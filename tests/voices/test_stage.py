@@ -1,5 +1,6 @@
 """Tests of the whole stage ``voices`` on voices with known similarities, and of ``match`` behind it."""
 
+import dataclasses
 import json
 from unittest import mock
 
@@ -10,9 +11,9 @@ from support.pitch_encoder import PitchEncoder
 from support.project import Project, lines, matched_manifest, raises, run, stage_of, voice
 
 from sharmill.config import to_yaml
-from sharmill.engine.order import make_stages
+from sharmill.engine.order import choose_stages, make_stages
 from sharmill.engine.run_dir import RunDir
-from sharmill.errors import ConfigError
+from sharmill.errors import ConfigError, DeviceError
 from sharmill.manifest import tagged_speaker
 from sharmill.pipeline import check_config
 from sharmill.report.facts import read_run_facts
@@ -135,7 +136,7 @@ def test_speakers_are_found_without_labels(project, within):
     names = speakers(config)
     groups = {"all": 3, "collection": 5, "recording": 9}[within]
     assert len(set(names.values())) == groups
-    assert all(len(name) == len("voice-") + 12 for name in names.values())
+    assert all(len(name) == len("voice-") + 16 for name in names.values())
     if within == "all":
         assert all(own[:-1] == other[:-1] for own, other in contexts(config).items())
         assert [one["reason"] for one in project.rejects("match")] == ["single_utterance_speaker"]
@@ -378,3 +379,21 @@ def test_stored_embeddings_are_compared_with_a_datasets_on_a_gpu(project, tmp_pa
     match = {"contexts_from_dataset": True}
     config = run_stages(project, DeviceEncoder(), match=match, append_to=str(old.dataset), voices={})
     assert contexts(config) == {"new": "anna2"}
+
+
+def test_a_node_that_loses_the_audio_rejects_nothing(project):
+    fill(project, people=("anna",))
+    config = run_stages(project, stages=("prepare",), voices={})
+    (embed,) = make_stages(config, ["voices.embed"])
+
+    def lose(*args, **keys):
+        project.root.rename(project.root.with_name("elsewhere"))
+        return PitchEncoder()
+
+    with mock.patch(LOADED[0], side_effect=lose), raises(DeviceError, "unlike_nodes", "does not see the audio"):
+        run(embed)
+
+
+def test_a_dataset_without_sources_does_not_run_voices(project):
+    config = dataclasses.replace(project.configure(voices={}), sources=[])
+    assert not [kind for kind in choose_stages(config) if kind.startswith("voices")]

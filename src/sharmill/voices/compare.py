@@ -152,7 +152,9 @@ def compare_with_voices(
             mine = mine[voices["is_main"][mine]]
             for first in range(0, len(mine), _VOICES):
                 some = mine[first : first + _VOICES]
-                similar = _without_itself(_product(block[inside], directions[some]), clusters[rows[inside]], voices[some])
+                similar = _without_itself(
+                    _product(block[inside], directions[some]), clusters[rows[inside]], voices[some]
+                )
                 own[rows[inside]] = np.maximum(own[rows[inside]], similar.max(axis=1))
             bounds = (np.searchsorted(voices["voice"], voices["voice"][mine], side, by_voice) for side in _SIDES)
             excluded += [(inside, by_voice[first:last]) for first, last in zip(*bounds, strict=True)]

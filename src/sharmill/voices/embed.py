@@ -14,7 +14,7 @@ from sharmill.engine.ahead import AheadProcessor
 from sharmill.engine.run import merge_files
 from sharmill.engine.stage import Advance, Processor, Stage, StageRun, versions
 from sharmill.engine.unit import Output, Totals, Unit, add_up, make_unit
-from sharmill.errors import RejectRecord
+from sharmill.errors import REASONS_OF_NODES, RejectRecord
 from sharmill.files.arrays import load_stored_array, map_stored_array, publish_array, save_array
 from sharmill.files.atomic import open_new
 from sharmill.files.staging import Staging
@@ -132,6 +132,9 @@ class EmbedProcessor(AheadProcessor[_Begun]):
                 continue
             utterance.segment = replace(utterance.segment, notes=outcome.notes)
             arrays[row] = _stored(outcome.embedding), outcome.content & _CONTENT_BITS, outcome.turn
+        if REASONS_OF_NODES & {reason for _, reason, _ in lost}:
+            # The engine does not see these records, because only the last round rejects them.
+            self._embed.reader.roots.check_node()
         name = f"parts/{unit.index:06d}"
         save_array(staging.path(f"{name}.npy"), write_part(staging.path(f"{name}.jsonl"), utterances, lambda one: ""))
         save_array(staging.path(f"{name}.embeddings.npy"), arrays)

@@ -50,7 +50,7 @@ from sharmill.voices.similarity import core_similarity, doubtful_similarity, voi
 
 _LINES_PER_UNIT: Final = (1_000, 16_384)
 _UNITS_WANTED: Final = 64
-_NAME_DIGITS: Final = 12
+_NAME_DIGITS: Final = 16
 _MEANINGS: Final = {
     "wrong_voice": "clips sound like another group than their own",
     "mixed_voices": "clips have two voices",
@@ -69,7 +69,7 @@ class ClusterStage(Stage):
     kind = "voices.cluster"
     is_cheap = True
     section = VoicesConfig
-    after = ("voices.embed",)
+    after = ("prepare", "voices.embed")
     cost_unit = "records"
 
     def identity(self, run: StageRun) -> dict[str, Any]:
@@ -239,7 +239,9 @@ class VoicesStage(Stage):
         nearer, compared = (sum(commit.stats[name] for commit in run.commits) for name in ("nearer", "compared"))
         if compared:
             notes.append(f"{nearer / compared:.1%} of {compared:,} clips are most similar to the voice of their group")
-        totals = msgspec.structs.replace(totals, notes=[*notes, *([f"see {labels.relative_to(run.run_dir.path)}"] if found else [])])
+        totals = msgspec.structs.replace(
+            totals, notes=[*notes, *([f"see {labels.relative_to(run.run_dir.path)}"] if found else [])]
+        )
         facts = {"findings": dict(found), "nearer": nearer, "compared": compared, "num_voices": len(sizes)}
         return finish_manifest(run, manifest, products | {"labels": labels}, totals, **facts)
 

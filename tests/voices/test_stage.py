@@ -397,3 +397,15 @@ def test_a_node_that_loses_the_audio_rejects_nothing(project):
 def test_a_dataset_without_sources_does_not_run_voices(project):
     config = dataclasses.replace(project.configure(voices={}), sources=[])
     assert not [kind for kind in choose_stages(config) if kind.startswith("voices")]
+
+
+def test_a_voice_keeps_the_name_of_the_speaker_who_has_no_other(project):
+    """Half of anna's clips are bob's."""
+    for number in range(4):
+        add(project, f"anna{number}", "anna")
+        add(project, f"wrong{number}", "bob", label="anna")
+        add(project, f"bob{number}", "bob")
+    names = speakers(run_stages(project, voices={"action": "relabel"}))
+    assert {name: speaker for name, speaker in names.items() if name[-1] == "0"} == {
+        "anna0": "anna", "wrong0": "bob", "bob0": "bob",
+    }  # fmt: skip

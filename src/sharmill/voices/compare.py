@@ -102,15 +102,18 @@ def _sum_rows(embeddings: np.ndarray, clusters: np.ndarray, heads: np.ndarray) -
 def _number_voices(voices: np.ndarray, means: np.ndarray, least: float) -> None:
     """Set the voice, speaker and number of each of the ``voices``, from their means (V, D).
 
-    A voice is named by the first group in which it is a main voice. A further voice of that group has a number.
+    A voice is named by the first group whose largest voice it is, or else by the first in which it is a main voice. A
+    further voice of that group has a number.
     """
     voices["voice"] = np.arange(len(voices))
     large = np.flatnonzero(voices["size"] >= _FEWEST_OF_OTHERS)
     voices["voice"][large] = large[link_blocks(means[large], voices["size"][large], least)]
     named: dict[int, tuple[int, int]] = {}
     further: dict[int, int] = {}
+    order = np.lexsort((np.arange(len(voices)), -voices["size"].astype(np.int64), voices["group"]))
+    is_largest = np.diff(voices["group"][order].astype(np.int64), prepend=-1) > 0
     # The largest voice of a group keeps the name of the group.
-    for row in np.lexsort((np.arange(len(voices)), -voices["size"].astype(np.int64), voices["group"])).tolist():
+    for row in [*order[is_largest].tolist(), *order[~is_largest].tolist()]:
         voice, group = int(voices["voice"][row]), int(voices["group"][row])
         if voice not in named and voices["is_main"][row]:
             further[group] = further.get(group, 0) + 1

@@ -50,7 +50,6 @@ from sharmill.voices.similarity import core_similarity, doubtful_similarity, voi
 
 _LINES_PER_UNIT: Final = (1_000, 16_384)
 _UNITS_WANTED: Final = 64
-_NAME_DIGITS: Final = 16
 _MEANINGS: Final = {
     "wrong_voice": "clips sound like another group than their own",
     "mixed_voices": "clips have two voices",
@@ -338,7 +337,7 @@ class VoicesProcessor(Processor):
         wrong = False
         if self._names is not None:
             head = int(self._clusters[utterance.index])
-            speaker = f"voice-{int(self._names[head]):016x}"[: len("voice-") + _NAME_DIGITS]
+            speaker = f"voice-{int(self._names[head]):016x}"
         elif self._settings.action == "relabel":
             wrong = any(one["finding"] == "wrong_voice" for one in found)
             voice = nearest if wrong else self._voice_of(utterance.index)

@@ -288,6 +288,8 @@ READ = [
     ("srt", {"a.vtt": VTT}, {"annotation_suffix": ".vtt"},
      [("a.wav", 0.48, 1.99, None, "R&B iron they"), ("a.wav", 2.48, 2.47, None, "2020"),
       ("a.wav", 5.0, 1.0, None, "no <i>")]),
+    ("vtt", {"a.vtt": "WEBVTT\n\n00:01.000 --> 00:02.000\n<v.loud Mary Ann>Hello <v>you</v>\n"}, {},
+     [("a.wav", 1.0, 1.0, None, "Hello you")]),
     ("vtt", {"a.vtt": ROLLING_UP}, {},
      ["malformed", ("a.wav", 1.0, 2.0, None, "we begin"), ("a.wav", 3.0, 2.0, None, "and go on"),
       ("a.wav", 5.0, 4.0, None, "until the end")]),

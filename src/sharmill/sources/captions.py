@@ -16,7 +16,7 @@ from sharmill.sources.stretches import Stretch
 _CLOCK: Final = r"(?:(\d{1,4}):)?(\d{1,2}):(\d\d)(?:[,.](\d{1,9}))?"
 _SRT_TIMES: Final = re.compile(rf"\s*{_CLOCK}\s*-->\s*{_CLOCK}")
 # Tags must not contain "<", otherwise the search for the end of each unclosed tag would go to the end of the file.
-_SRT_STYLE: Final = re.compile(r"</?(?:[bciu]|font|lang|rt|ruby)\b[^<>]*>|<[\d:.]+>|\{\\[^{}]*\}")
+_SRT_STYLE: Final = re.compile(r"</?(?:[bciuv]|font|lang|rt|ruby)\b[^<>]*>|<[\d:.]+>|\{\\[^{}]*\}")
 # WebVTT blocks that are not captions.
 _VTT_BLOCKS: Final = ("WEBVTT", "NOTE", "STYLE", "REGION")
 # Maximum number of lines of a rolling caption that are compared with the previous caption.

@@ -195,6 +195,7 @@ def test_a_killed_command_continues_with_the_same_bytes(spoken, tmp_path):
     [
         ({"segment": "vad", "min_segment": 5.0, "max_segment": 9.0}, ["--max-segment 9", "--min-segment 5"]),
         ({"segment": "vad", "min_segment": 1e-9, "max_segment": 1e-6}, ["--max-segment 1e-06"]),
+        ({"segment": "vad", "max_segment": float("inf")}, ["--max-segment inf", "finite"]),
         ({"max_segment": 9.0}, ["--max-segment", "--segment vad"]),
         ({"min_segment": 9.0}, ["--min-segment", "--segment vad"]),
         ({"segment": "vad", "corpus": "an4"}, ["--segment", "--from"]),
@@ -216,3 +217,13 @@ def test_recordings_that_cannot_be_cut_are_rejected(tmp_path):
     rejects = [json.loads(line) for line in (tmp_path / "m.rejects.jsonl").read_text().splitlines()]
     assert [row["reason"] for row in rejects] == ["over_full_scale", "no_speech", "no_speech", "unsupported_channels"]
     assert os.path.basename(rejects[1]["record"]["audio_filepath"]) == "short.wav"  # noqa: PTH119
+
+
+def test_restart_reads_corrected_recordings_again(spoken, tmp_path):
+    samples, times = spoken(None)
+    source = write_lines(tmp_path / "source.json", [{"audio_filepath": "a.wav"}])
+    with raises(FatalError, "too_many_rejects", "the same command with --restart"):
+        cut(source, tmp_path / "m.json")
+    put(tmp_path / "a.wav", 0.3 * samples[: times[0][1] + RATE], RATE)
+    records, _ = cut(source, tmp_path / "m.json", restart=True)
+    assert len(records) == 1

@@ -293,9 +293,11 @@ class ManifestStage(Stage):
         if warnings:
             write_atomic(destination.beside(LOG), "".join(f"{line}\n" for line in warnings).encode())
         if not totals.num_out:
+            # With --segment, --force alone would keep the rejects of the first attempt.
+            again = "--restart" if self.options.segment else "--force"
             raise FatalError(
                 f"none of the {totals.num_in} records can be used, so {destination.path} is not written; correct the "
-                "input, then run the same command with --force. The most frequent reasons (full list: "
+                f"input, then run the same command with {again}. The most frequent reasons (full list: "
                 f"{destination.beside(REJECTS)}):",
                 code="too_many_rejects",
                 details=describe_rejects(run.ranks.rejects, totals.rejects),

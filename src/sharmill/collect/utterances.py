@@ -53,7 +53,8 @@ class UtteranceLimits:
     """Shortest and longest utterance in seconds.
 
     Raises:
-        ConfigError: the longest utterance is shorter than two utterances of the shortest duration, or than 0.1 s.
+        ConfigError: the longest utterance is shorter than two utterances of the shortest duration, or than 0.1 s,
+            or has no limit.
     """
 
     shortest: float = 1.0
@@ -62,8 +63,9 @@ class UtteranceLimits:
     def __post_init__(self) -> None:
         refuse(
             (
-                not self.longest >= max(2 * self.shortest, 0.1),
-                f"--max-segment {self.longest:g} must be at least 0.1, and twice --min-segment {self.shortest:g}",
+                not math.inf > self.longest >= max(2 * self.shortest, 0.1),
+                f"--max-segment {self.longest:g} must be finite, at least 0.1, and twice --min-segment "
+                f"{self.shortest:g}",
             ),
             code="bad_usage",
         )

@@ -3,6 +3,7 @@
 from multiprocessing import get_context
 from pathlib import Path
 
+import numpy as np
 import pytest
 from click.testing import CliRunner
 from lhotse import CutSet
@@ -103,6 +104,22 @@ def test_a_clip_without_a_score_has_none_and_is_counted(fault, words, tmp_path):
     assert [id for id, peak in peaks.items() if peak is None] == [cut.id for cut in lacking]
     assert all(cut.has_custom("loudness") for cut in cuts)
     assert lacking[0].has_custom("toy_length") == (fault != "raises")
+
+
+def test_clips_that_models_cannot_take_have_no_score(tmp_path):
+    project = Project(tmp_path / "two")
+    project.add("whole.flac", voice(0.5), speaker="a")
+    project.add("one sample.flac", np.full(1, 0.5), rate=48000, speaker="b")
+    project.add("odd rate.flac", voice(0.5, 44101), rate=44101, speaker="c")
+    config = project.configure(
+        match=None, encode={"codecs": []}, executor={"workers": 1}, scores={"scorers": ["speech", "dnsmos", "text"]}
+    )
+    assert run_dataset(config, Listener()).num_errors == 0
+    notes = stage_of(config, "scores").dir.read_totals().notes
+    assert [note[:32] for note in notes] == ["speech gave no score for 2 of 3 ", "dnsmos gave no score for 2 of 3 "]
+    found = {cut.supervisions[0].text: cut.custom or {} for cut in open_shar(config.dataset_dir)}
+    assert [name for name, custom in found.items() if "dnsmos_p808" in custom] == ["text of whole.flac"]
+    assert all("characters_per_second" in custom for custom in found.values())
 
 
 @pytest.mark.parametrize(("fault", "words"), [("nothing", "nothing"), ("short", "(1, 2)"), ("narrow", "(2, 1)"),

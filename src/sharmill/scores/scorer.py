@@ -57,9 +57,18 @@ class Clip:
             raise UnitFailed(f"the stored audio of {self.id} is unusable: {error}", code="damaged_shard") from error
 
     def samples(self, sampling_rate: int) -> np.ndarray:
-        """Return the audio (samples,) as float32 at a sampling rate; raises the same errors as ``stored``."""
+        """Return the audio (samples,) as float32 at a sampling rate.
+
+        Raises:
+            ValueError: the audio is too short for a sample at this rate.
+            RejectRecord: ``unsupported_rate``.
+            LookupError, UnitFailed: as in ``stored``.
+        """
         if sampling_rate not in self._resampled:
-            self._resampled[sampling_rate] = resample(*self.stored, sampling_rate)
+            samples = resample(*self.stored, sampling_rate)
+            if not len(samples):
+                raise ValueError(f"the audio is shorter than a sample at {sampling_rate} Hz")
+            self._resampled[sampling_rate] = samples
         return self._resampled[sampling_rate]
 
 

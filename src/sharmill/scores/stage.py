@@ -14,7 +14,7 @@ from sharmill.config import Config
 from sharmill.engine.delays import spent_on
 from sharmill.engine.stage import Advance, Processor, Resource, StageRun, versions
 from sharmill.engine.unit import Output, Totals, Unit
-from sharmill.errors import ConfigError, FatalError, SharmillError, is_device_error, mentions_memory, one_line, refuse
+from sharmill.errors import ConfigError, FatalError, RejectRecord, SharmillError, is_device_error, mentions_memory, one_line, refuse
 from sharmill.files.staging import Staging
 from sharmill.models import find_model, make_deterministic
 from sharmill.models.device import check_device
@@ -167,7 +167,8 @@ class ScoresProcessor(FieldProcessor):
                 values = np.array(score(clips), np.float64)  # None becomes NaN
         except Exception as error:
             is_of_machine = mentions_memory(str(error)) or is_device_error(error)
-            if is_of_machine or isinstance(error, SharmillError | ImportError | MemoryError):
+            is_of_run = isinstance(error, SharmillError | ImportError | MemoryError)
+            if is_of_machine or (is_of_run and not isinstance(error, RejectRecord)):
                 raise
             if len(clips) > 1:
                 return [row for clip in clips for row in self._score(name, scorer, score, [clip])]

@@ -8,6 +8,7 @@ from sharmill.audio.resample import resample
 from sharmill.audio.sound import measure_sound
 from sharmill.demo.espeak import Espeak, VoiceSettings
 from sharmill.models.silero import SileroVad
+from sharmill.scores.families import Signal
 from sharmill.scores.signal import estimate_snr
 
 RATE = 16000
@@ -71,6 +72,13 @@ def test_noise_lowers_the_ratio_of_speech(speech):
 )  # fmt: skip
 def test_signals_without_speech_or_noise_have_limits_as_ratio(samples, expected):
     assert estimate_snr(samples, RATE) == pytest.approx(expected, abs=10)
+
+
+def test_values_of_silence_are_within_the_limits_of_columns():
+    silence = np.zeros(RATE, np.float32)
+    values = [*measure_sound(silence, RATE), estimate_snr(silence, RATE)]
+    for (column, (low, high)), value in zip(Signal.columns.items(), values, strict=True):
+        assert low <= value <= high, column
 
 
 def test_a_lowpass_lowers_the_bandwidth(speech):

@@ -13,7 +13,8 @@ from sharmill.models.hub import require_in_torch_hub
 from sharmill.scores.scorer import Scorer
 from sharmill.scores.signal import HIGHEST_SNR, LOWEST_SNR
 
-_LEVELS: Final = (-120.0, 60.0)
+# The peak of digital silence is -240 dB.
+_LEVELS: Final = (-240.0, 60.0)
 _SHARE: Final = (0.0, 1.0)
 _REPOSITORY: Final = re.compile(r"[\w.-]+/[\w.-]+(:[\w./-]+)?")
 

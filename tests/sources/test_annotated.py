@@ -352,6 +352,13 @@ def test_ctm_files_that_a_manifest_names_are_part_of_the_identity(annotated):
         annotated("nfa_words", NFA, audio="{recording}.wav")
 
 
+@pytest.mark.parametrize("name", ["a\0.ctm", "a" * 300])
+def test_a_ctm_file_that_cannot_be_opened_rejects_only_its_line(name, annotated):
+    bad = json.dumps({"audio_filepath": "d.wav", "words_level_ctm_filepath": name}) + "\n"
+    found = annotated("nfa_words", NFA | {"out/m_with_output_file_paths.json": bad + ALIGNED}).records()
+    assert sum(isinstance(record, bytes) for record in found) == 2
+
+
 FORMS = {"textgrid": "TextGrid", "audacity": "txt", "ami": "A.words.xml", "whisper": "json"}
 
 

@@ -240,6 +240,8 @@ class AnnotatedSource(WalkedSource):
             raise RejectRecord(
                 "malformed", f"{file} does not exist; keep the folder ctm beside the manifest"
             ) from error
+        except ValueError as error:
+            raise RejectRecord("malformed", f"{file}: {error}") from error
 
     def _text(self, file: Path) -> str:
         data = read_small(file, _MAX_ANNOTATION_BYTES)

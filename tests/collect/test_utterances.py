@@ -227,3 +227,9 @@ def test_restart_reads_corrected_recordings_again(spoken, tmp_path):
     put(tmp_path / "a.wav", 0.3 * samples[: times[0][1] + RATE], RATE)
     records, _ = cut(source, tmp_path / "m.json", restart=True)
     assert len(records) == 1
+
+
+def test_a_url_as_output_is_refused(tmp_path):
+    put(tmp_path / "in/a.wav", np.zeros(RATE), RATE)
+    with raises(ConfigError, "bad_usage", "--output s3://bucket/m.json is a URL"):
+        make_manifest([str(tmp_path / "in")], "s3://bucket/m.json", ManifestOptions())

@@ -26,6 +26,7 @@ from sharmill.engine.unit import Commit, Output, Totals, Unit, add_up, make_unit
 from sharmill.errors import ConfigError, FatalError, RejectRecord, refuse
 from sharmill.executors.local import run_alone
 from sharmill.files.atomic import make_folder, remove, remove_temp_files, require_writable, write_atomic, write_new
+from sharmill.files.location import is_url
 from sharmill.files.staging import Staging
 from sharmill.files.stored import load_record
 from sharmill.manifest import TYPED_KEYS, Reject, transcript_of, write_lines
@@ -185,6 +186,7 @@ def make_manifest(
     path, beside = destination.path, vocabulary or destination.path
     is_source = any(Path(source).exists() and path.exists() and path.samefile(source) for source in sources)
     refuse(
+        (is_url(output), f"--output {output} is a URL; name a local file"),
         (path.is_dir(), f"--output {path} is a folder; name a file in it"),
         (beside.is_dir(), f"--vocabulary {beside} is a folder; name a file"),
         (is_source, f"--output {path} is one of the sources; name another file"),

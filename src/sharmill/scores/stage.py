@@ -14,7 +14,16 @@ from sharmill.config import Config
 from sharmill.engine.delays import spent_on
 from sharmill.engine.stage import Advance, Processor, Resource, StageRun, versions
 from sharmill.engine.unit import Output, Totals, Unit
-from sharmill.errors import ConfigError, FatalError, RejectRecord, SharmillError, is_device_error, mentions_memory, one_line, refuse
+from sharmill.errors import (
+    ConfigError,
+    FatalError,
+    RejectRecord,
+    SharmillError,
+    is_device_error,
+    mentions_memory,
+    one_line,
+    refuse,
+)
 from sharmill.files.staging import Staging
 from sharmill.models import find_model, make_deterministic
 from sharmill.models.device import check_device

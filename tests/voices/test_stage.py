@@ -76,7 +76,7 @@ def test_a_wrong_label_is_found_and_only_reported(project):
     assert len(speakers(config)) == 13
     assert [one["reason"] for one in project.rejects("match")] == ["no_similar_context"]
     notes = stage_of(config, "match").totals_of("voices").notes
-    assert notes[0] == "1 clips sound like another group than their own (wrong_voice)"
+    assert notes[0] == "clips that sound like another group than their own (wrong_voice): 1"
 
 
 def test_match_takes_the_embeddings_and_embeds_nothing(project):
@@ -226,7 +226,7 @@ def test_the_page_shows_the_findings_with_players(project):
     shown = make_labels(read_run_facts(config, make_stages(config), {}))
     assert shown is not None
     text = str(shown)
-    assert "1 clips sound like another group than their own (wrong_voice)" in text
+    assert "clips that sound like another group than their own (wrong_voice): 1" in text
     assert "mean similarity of two voices 0.36; 4 clips such as carl0.wav at 0 s, 4 clips such as dora0.wav" in text
     assert "the other group 1.00" in text
     assert text.count("<audio ") == 1

@@ -51,10 +51,10 @@ from sharmill.voices.similarity import core_similarity, doubtful_similarity, voi
 _LINES_PER_UNIT: Final = (1_000, 16_384)
 _UNITS_WANTED: Final = 64
 _MEANINGS: Final = {
-    "wrong_voice": "clips sound like another group than their own",
-    "mixed_voices": "clips have two voices",
-    "several_voices": "groups have several voices",
-    "one_voice": "voices are in several groups",
+    "wrong_voice": "clips that sound like another group than their own",
+    "mixed_voices": "clips with two voices",
+    "several_voices": "groups with several voices",
+    "one_voice": "voices in several groups",
 }
 
 
@@ -103,8 +103,9 @@ class ClusterStage(Stage):
             found[lines] = load_stored_array(run.root / commit.files[0].name)
         sizes = np.bincount(firsts, minlength=1) if len(firsts) else np.zeros(0, np.int64)
         embeddings = map_stored_array(run.product("voices.embed/embedding"))
+        ordered = firsts[order]
         for group in np.flatnonzero(sizes > BLOCK):
-            lines = order[np.searchsorted(firsts[order], group) : np.searchsorted(firsts[order], group, "right")]
+            lines = order[slice(*np.searchsorted(ordered, [group, group + 1]))]
             found[lines] = _merge_clusters(run.config, embeddings, lines, found[lines])
         run.dir.merged.mkdir(exist_ok=True)
         path = run.dir.merged / "clusters.npy"
@@ -232,7 +233,7 @@ class VoicesStage(Stage):
         for commit in run.commits:
             found.update(commit.stats["findings"])
         _, sizes = np.unique(map_stored_array(products[FIRST_OF_GROUP]), return_counts=True)
-        notes = [f"{count:,} {_MEANINGS[kind]} ({kind})" for kind, count in sorted(found.items())]
+        notes = [f"{_MEANINGS[kind]} ({kind}): {count:,}" for kind, count in sorted(found.items())]
         if run.settings.labels == "find":
             notes.insert(0, f"{len(sizes):,} voices, {np.count_nonzero(sizes == 1):,} of them with one clip")
         nearer, compared = (sum(commit.stats[name] for commit in run.commits) for name in ("nearer", "compared"))

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from support.pitch_encoder import PitchEncoder
-from support.project import Project, lines, matched_manifest, raises, run, stage_of, voice
+from support.project import Project, lines, matched_manifest, put, raises, run, stage_of, voice
 
 from sharmill.config import to_yaml
 from sharmill.engine.order import choose_stages, make_stages
@@ -92,6 +92,16 @@ def test_match_takes_the_embeddings_and_embeds_nothing(project):
     assert contexts(config) == before
     sound = [one["_modified"] for one in map(json.loads, matched_manifest(config).read_bytes().splitlines())]
     assert all(len(times) == 4 for times in sound)  # with the measures of the sound
+
+
+def test_a_given_copy_from_outside_the_records_is_recognized(project):
+    fill(project, people=("anna",))
+    put(project.root / "copy.wav", voice(3.5, pitch=PITCHES["anna"], seed=0))
+    project.records[0] |= {"context_audio_filepath": "copy.wav"}
+    config = run_stages(project, voices={}, match={"contexts": "given"})
+    assert "anna0" not in contexts(config)
+    (reject,) = project.rejects("match")
+    assert (reject["reason"], "the same samples" in reject["detail"]) == ("bad_context", True)
 
 
 def test_wrong_labels_are_rejected_or_corrected(project):

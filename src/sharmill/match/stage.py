@@ -231,8 +231,9 @@ class StoredEmbeddings:
             if utterance.index < num_records:
                 row, segment = self._rows[utterance.index], utterance.segment
                 own, other = map(float, self._similarities[utterance.index])
+                high, low = map(int, self._contents[row])
                 found[segment] = EmbeddedSegment(
-                    np.asarray(self._embeddings[row], np.float32), int(self._contents[row]), segment.notes,
+                    np.asarray(self._embeddings[row], np.float32), high << 64 | low, segment.notes,
                     own=own, other=other,
                 )  # fmt: skip
         return found

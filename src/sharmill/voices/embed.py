@@ -34,7 +34,6 @@ from sharmill.voices.config import VoicesConfig
 # Arrays with an item for each line, besides the manifest with notes about the audio: the embedding as float16, a hash
 # of the samples, and the change of the voice within the segment (see ``EmbeddedSegment.turn``).
 ARRAYS: Final = ("embedding", "content", "turn")
-_CONTENT_BITS: Final = (1 << 64) - 1
 _Begun = tuple[list[Utterance], PendingSegments]
 
 
@@ -123,7 +122,7 @@ class EmbedProcessor(AheadProcessor[_Begun]):
         utterances, wanted = self.take(unit)
         found = dict(zip(wanted.items, self._embed.finish(wanted, advance, self.begin_next), strict=True))
         size = self._embed.encoder.embedding_size
-        arrays = np.zeros(len(utterances), [("embedding", "f2", (size,)), ("content", "u8"), ("turn", "f4", 2)])
+        arrays = np.zeros(len(utterances), [("embedding", "f2", (size,)), ("content", "u8", 2), ("turn", "f4", 2)])
         lost: list[tuple[int, str, str]] = []
         for row, utterance in enumerate(utterances):
             utterance.index, outcome = unit.params["start"] + row, found[utterance.segment]
@@ -131,7 +130,7 @@ class EmbedProcessor(AheadProcessor[_Begun]):
                 lost.append((utterance.index, outcome.reason, outcome.detail))
                 continue
             utterance.segment = replace(utterance.segment, notes=outcome.notes)
-            arrays[row] = _stored(outcome.embedding), outcome.content & _CONTENT_BITS, outcome.turn
+            arrays[row] = _stored(outcome.embedding), divmod(outcome.content, 1 << 64), outcome.turn
         if REASONS_OF_NODES & {reason for _, reason, _ in lost}:
             # The engine does not see these records, because only the last round rejects them.
             self._embed.reader.roots.check_node()

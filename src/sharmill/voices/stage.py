@@ -199,7 +199,7 @@ class VoicesStage(Stage):
         if not is_audit:
             # A voice is named after its samples, so that its name depends neither on paths nor on the order of lines.
             names = np.full(len(clusters), np.iinfo(np.uint64).max)
-            np.minimum.at(names, clusters, map_stored_array(run.product("voices.embed/content")))
+            np.minimum.at(names, clusters, map_stored_array(run.product("voices.embed/content"))[:, 0])
             save_array(run.plan_folder / "names.npy", names)
         step = int(np.clip(len(clusters) / _UNITS_WANTED, *_LINES_PER_UNIT))
         for number, start in enumerate(range(0, len(clusters), step)):

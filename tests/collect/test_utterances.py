@@ -1,4 +1,4 @@
-"""Utterances cut from long recordings by voice activity: which speech is kept, where cuts lie, and resumption."""
+"""Tests of utterances cut by voice activity: kept speech, places of cuts, and resumption of the command."""
 
 import json
 import os
@@ -28,7 +28,7 @@ SENTENCES = [
 
 
 def frames_of(pieces, rate=16000):
-    """Return frames with the probabilities of pieces (probability, frames), and a level of -20 dB or of their own."""
+    """Return the frames of pieces (probability, number of frames) or (probability, number, level instead of -20 dB)."""
     probabilities = np.concatenate([np.full(piece[1], piece[0], np.float32) for piece in pieces])
     levels = np.concatenate([np.full(piece[1], (*piece, -20.0)[2], np.float32) for piece in pieces])
     edges = np.arange(len(probabilities) + 1) * 512 * rate // 16000
@@ -80,7 +80,7 @@ def test_utterances_are_joined_and_split_at_pauses(case):
 
 @pytest.fixture(scope="module")
 def spoken():
-    """Return a function from a noise level in dB to the samples of joined sentences and their (start, end)."""
+    """Return a function from a signal-to-noise ratio in dB (None: no noise) to joined sentences and their times."""
     espeak = Espeak()
     sentences = [
         espeak.synthesize(text, VoiceSettings(f"en-us+{voice}")).astype(np.float32) / 32768
@@ -104,7 +104,7 @@ def spoken():
 
 
 def cut(folder, output, **options):
-    """Return the records of a manifest of a folder, and the totals."""
+    """Cut the recordings of a folder or manifest; return the records and the totals."""
     _, totals = make_manifest(
         [str(folder)], str(output), ManifestOptions(segment="vad", **options), workers=options.pop("workers", 1)
     )
@@ -130,7 +130,7 @@ def test_speech_is_kept_and_pauses_are_left_out(snr, kept, let_in, spoken, tmp_p
 
 
 def test_a_part_of_a_recording_is_cut_as_a_recording_of_its_own(spoken, tmp_path):
-    # More than a block of 30 s.
+    # The part is longer than a block of 30 s.
     samples, _ = spoken(None, repeats=3)
     begin, end = 10 * RATE, 50 * RATE
     put(tmp_path / "in/part.wav", 0.3 * samples[begin:end], RATE)
@@ -178,7 +178,7 @@ def test_a_killed_command_continues_with_the_same_bytes(spoken, tmp_path):
         cut(tmp_path / "in", output, max_segment=10.0)
     done = {path: path.stat().st_ino for path in output.parent.glob(".m.json.manifest/manifest/parts/*.jsonl")}
     kept = []
-    # A command that is killed while it publishes leaves a manifest.
+    # A command that is killed while it publishes may leave an incomplete manifest.
     output.write_text("incomplete")
 
     class Watch(sys.modules["sharmill.engine.executor"].Listener):

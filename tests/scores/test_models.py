@@ -1,4 +1,4 @@
-"""Scorers with models: the results of the packages themselves, loading of files, and what is missing in one line."""
+"""Scorers with models: results equal to the packages', loading of files, and errors about missing parts."""
 
 import io
 from importlib import metadata
@@ -25,7 +25,7 @@ def clip(samples, text="", rate=16000):
     return Clip({"id": "a", "duration": len(samples) / rate, "supervisions": [{"text": text}]}, stream.getvalue())
 
 
-# One clip that is repeated, one whose last window is left out by the package, and one of several windows.
+# One clip that is repeated to fill a window of DNSMOS, one with a single window, and one with several windows.
 VOICES = [voice(seconds, seed=number) for number, seconds in enumerate((0.7, 9.5, 12.3))]
 
 

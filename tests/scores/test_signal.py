@@ -1,4 +1,4 @@
-"""Signal scores of made signals and of synthetic speech: error tables, and monotone in noise, low-pass and clipping."""
+"""Signal scores of made signals and synthetic speech: error tables, and the effects of noise, low-pass and clipping."""
 
 import numpy as np
 import pytest
@@ -29,7 +29,7 @@ def with_noise(samples, level, pink=False):
 
 
 def tone(pitch, rate=RATE):
-    """Return six seconds of a tone with a pause in each."""
+    """Return six seconds of a tone, with a pause in each second."""
     time = np.arange(6 * rate) / rate
     return 0.3 * np.sin(2 * np.pi * pitch * time) * (time % 1 < 0.6)
 

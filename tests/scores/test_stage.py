@@ -1,4 +1,4 @@
-"""The stage ``scores``: columns of a dataset, faults of scorers, own scorers, and the section of the report."""
+"""Tests of the stage ``scores``: columns of a dataset, faults of scorers, own scorers, and the report's section."""
 
 from multiprocessing import get_context
 from pathlib import Path
@@ -22,7 +22,7 @@ TOY = "python:support.scorers:ToyScorer"
 
 
 def configure(folder, scorers, **keys):
-    """Configure a dataset of six recordings at 16 kHz in three shards, which have one or more scores."""
+    """Configure a dataset of six recordings at 16 kHz in three shards, with these scorers."""
     project = Project(folder)
     for number in range(6):
         project.add(f"{folder.name}{number}.flac", voice(0.5, seed=number) / (number + 1), speaker=f"s{number}")

@@ -1,4 +1,4 @@
-"""Tests of the clusters of voices and of the comparison with them, on vectors."""
+"""Tests of clusters of vectors, and of the comparison of clips with voices."""
 
 import tracemalloc
 
@@ -54,7 +54,7 @@ def test_nothing_and_silence_are_no_cluster(rows):
 
 
 def test_voices_are_found_across_blocks_too():
-    """Blocks of 64 of 1,600 clips; each of the 100 voices has 16."""
+    """1,600 clips of 100 voices, in blocks of 64 clips."""
     centres = unit(np.random.default_rng(1).normal(size=(100, 64)))
     rows = near(centres, 16, 0.03)[np.random.default_rng(2).permutation(1600)]
     found = link_blocks(rows, np.ones(1600), 0.8, block=64)
@@ -64,7 +64,7 @@ def test_voices_are_found_across_blocks_too():
 
 
 def audit(rows, groups, least=0.8):
-    """Return the voices of groups and the comparison of their clips, from unit vectors and the number of each group."""
+    """Return the voices of clips and their comparison, from unit vectors and the group of each clip."""
     groups = np.array([np.flatnonzero(np.array(groups) == group)[0] for group in groups])
     clusters = np.empty(len(rows), np.int64)
     for group in np.unique(groups):
@@ -81,7 +81,7 @@ def test_a_clip_is_compared_without_itself_and_with_other_voices_only():
     others = rows[1:4].sum(axis=0)
     assert found.own[0] == pytest.approx(float(rows[0] @ others / np.linalg.norm(others)), abs=1e-6)
     assert found.other.max() < 0.3
-    # One voice under two labels, and a clip of it under a third one.
+    # One voice has the labels a and b. The last clip has the voice of c and the label a.
     voices, found = audit(rows[[0, 1, 2, 3, 4, 5, 6, 7, 4]], [*"aabbcccca"])
     assert len(np.unique(voices["voice"])) == 2
     assert found.other[:8].max() < 0.3
@@ -108,7 +108,7 @@ def test_groups_of_one_and_of_silence_have_no_other_voice():
 
 
 def test_a_group_may_have_more_than_65536_voices(monkeypatch):
-    """Strangers under one label, as in a corpus without speakers; each clip is a voice of its own."""
+    """All clips have one label, as in a corpus without speakers, and each clip is a voice of its own."""
     angles = np.linspace(0, 2 * np.pi, 70_000, endpoint=False)
     rows = np.stack([np.cos(angles), np.sin(angles)], axis=1)
     clusters, groups = np.arange(70_000, dtype=np.uint32), np.zeros(70_000, np.uint32)

@@ -1,4 +1,4 @@
-"""Tests of the whole stage ``voices`` on voices with known similarities, and of ``match`` behind it."""
+"""Tests of the whole stage ``voices`` on voices with known similarities, and of ``match`` after it."""
 
 import dataclasses
 import json
@@ -26,7 +26,7 @@ LOADED = ("sharmill.match.stage.load_speaker_encoder",)
 
 
 def add(project, name, who, *, label=None, seconds=3.5, pitch=0, **keys):
-    """Add a clip in the voice of ``who``, under the label of this speaker or of another one."""
+    """Add a clip in the voice of ``who``, labelled with this speaker or with ``label``."""
     number = len(project.records)
     samples = voice(seconds, pitch=PITCHES[who] + pitch + number, seed=number)
     project.add(f"{name}.wav", samples, **{"speaker": label or who} | keys)
@@ -80,7 +80,7 @@ def test_a_wrong_label_is_found_and_only_reported(project):
 
 
 def test_match_takes_the_embeddings_and_embeds_nothing(project):
-    # With distances that also differ as float16.
+    # The distances of these pitches also differ in float16.
     for who in ("anna", "bob"):
         for number, pitch in enumerate((0, 100, 250, 450)):
             add(project, f"{who}{number}", who, pitch=pitch)
@@ -150,7 +150,7 @@ def test_speakers_are_found_without_labels(project, within):
     if within == "all":
         assert all(own[:-1] == other[:-1] for own, other in contexts(config).items())
         assert [one["reason"] for one in project.rejects("match")] == ["single_utterance_speaker"]
-    # The names depend neither on the order of the records nor on the sizes of blocks.
+    # The names depend neither on the order of the records nor on the sizes of units and blocks.
     project.records = [project.records[number] for number in np.random.default_rng(0).permutation(9)]
     with mock.patch.object(voices_stage, "BLOCK", 3), mock.patch.object(voices_stage, "_LINES_PER_UNIT", (2, 4)):
         again = run_stages(project, voices={"labels": "find", "within": within}, restart=True)
@@ -174,7 +174,7 @@ def test_two_voices_in_a_clip_are_found_where_they_change(project):
 
 
 class BrokenEncoder(PitchEncoder):
-    """Its embeddings of a voice at 1400 Hz are not finite."""
+    """An encoder whose embeddings of a voice at 1400 Hz are not finite."""
 
     def embed(self, audio: torch.Tensor, num_samples: torch.Tensor) -> torch.Tensor:
         rows = super().embed(audio, num_samples)
@@ -212,7 +212,7 @@ def test_a_file_that_vanished_is_rejected_with_its_reason(project):
 
 
 def test_contexts_may_not_sound_like_another_speaker(project):
-    """One clip of anna is between both voices, and nearest to the last clip of anna."""
+    """Two clips of anna lie between both voices, and are most similar to each other."""
     fill(project, people=("bob",))
     for number, pitch in enumerate((0, 0, 500, 480)):
         add(project, f"anna{number}", "anna", pitch=pitch)
@@ -289,7 +289,7 @@ def test_match_runs_again_if_only_the_similarities_to_voices_change(project):
 
 
 class OtherEncoder(PitchEncoder):
-    """Its distances are a little smaller."""
+    """An encoder whose distances are slightly smaller."""
 
     def _row(self, samples: torch.Tensor) -> list[float]:
         cosine, sine = super()._row(samples)
@@ -410,7 +410,7 @@ def test_a_dataset_without_sources_does_not_run_voices(project):
 
 
 def test_a_voice_keeps_the_name_of_the_speaker_who_has_no_other(project):
-    """Half of anna's clips are bob's."""
+    """Half of the clips labelled anna have bob's voice."""
     for number in range(4):
         add(project, f"anna{number}", "anna")
         add(project, f"wrong{number}", "bob", label="anna")

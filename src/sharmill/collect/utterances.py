@@ -1,7 +1,7 @@
 """Cuts recordings into utterances by voice activity.
 
-The detector itself is ``models/silero.py``. Recordings are decoded and resampled in blocks, so only the results of
-frames of 32 ms are in memory for a whole recording: 16 bytes a frame, or 18 MB for ten hours.
+The detector is in ``models/silero.py``. Recordings are decoded and resampled in blocks. Only the measures of frames of
+32 ms are kept for a whole recording: 16 bytes per frame, or 18 MB for ten hours.
 """
 
 import math
@@ -22,18 +22,18 @@ from sharmill.models.device import make_deterministic
 from sharmill.models.silero import FRAME_SAMPLES, SAMPLING_RATE, SileroVad, VadState
 
 _FRAMES_PER_SECOND: Final = SAMPLING_RATE / FRAME_SAMPLES
-# Probabilities at which speech begins, and below which it ends, and its shortest duration in seconds, as in
-# silero-vad's get_speech_timestamps.
+# The probability at which speech begins, the probability below which it ends, and its minimum duration in seconds. The
+# values are the defaults of silero-vad's get_speech_timestamps.
 _SPEECH: Final = 0.5
 _NO_SPEECH: Final = 0.35
 _SHORTEST_SPEECH: Final = 0.25
-# Seconds. Utterances end at longer pauses, and include this much audio before and after their speech.
+# Seconds: an utterance ends at a longer pause, and includes this much padding before and after its speech.
 _PAUSE: Final = 0.5
 _PADDING: Final = 0.1
-# Seconds. Short utterances are joined across pauses of up to this duration.
+# Seconds: a short utterance is joined across a gap of up to this duration, not counting the padding.
 _NEAR: Final = 1.0
 _BLOCK_SECONDS: Final = 30.0
-# Digits of probabilities and levels (dB). Differences below them may depend on the CPU, and must not affect a cut.
+# Digits to which probabilities and levels (dB) are rounded, because smaller differences may depend on the CPU.
 _PROBABILITY_DIGITS: Final = 2
 _LEVEL_DIGITS: Final = 1
 _FLOOR: Final = 1e-10
@@ -53,8 +53,7 @@ class UtteranceLimits:
     """Shortest and longest utterance in seconds.
 
     Raises:
-        ConfigError: the longest utterance is shorter than two utterances of the shortest duration, or than 0.1 s,
-            or has no limit.
+        ConfigError: ``longest`` is infinite, less than 0.1 s, or less than twice ``shortest``.
     """
 
     shortest: float = 1.0
@@ -92,9 +91,9 @@ def find_utterances(frames: Frames, limits: UtteranceLimits) -> tuple[list[Span]
     """Return the utterances in order, each with its first sample and its end, and notes with their numbers.
 
     Speech is joined across pauses of up to 0.5 s and padded by 0.1 s. An utterance below the shortest duration is
-    joined to the nearer of its neighbours, if the pause is at most 1 s and the result is not too long; otherwise it is
-    left out. An utterance above the longest duration is split where the probability of speech is lowest, then where
-    the level is lowest, so that the first part has at least half of this duration.
+    joined to the nearer of the neighbours with which it is not too long, if the gap is at most 1 s; otherwise it is
+    left out. An utterance above the longest duration is split where the probability of speech is lowest and, among
+    equal places, where the level is lowest. The first part has at least half of the longest duration.
 
     >>> probabilities = np.repeat([0.0, 1.0, 0.0, 1.0, 0.0], [40, 100, 5, 100, 40]).astype(np.float32)
     >>> frames = Frames(probabilities, np.zeros(285, np.float32), 512 * np.arange(286), 16000)
@@ -137,9 +136,9 @@ def find_utterances(frames: Frames, limits: UtteranceLimits) -> tuple[list[Span]
 
 
 def _find_speech(probabilities: np.ndarray) -> Iterator[Span]:
-    """Yield the first frame and the end of each stretch of speech, with padding."""
+    """Yield the first frame of each stretch of speech and the frame after its last one, with padding."""
     is_decided = (probabilities >= _SPEECH) | (probabilities < _NO_SPEECH)
-    # Between both thresholds, the state of the last decided frame continues.
+    # Frames with probabilities between the thresholds continue the state of the last decided frame.
     last = np.maximum.accumulate(np.where(is_decided, np.arange(len(probabilities)), 0))
     changes = np.flatnonzero(np.diff(np.pad((probabilities[last] >= _SPEECH).astype(np.int8), 1)))
     stretches: list[Span] = []
@@ -154,12 +153,12 @@ def _find_speech(probabilities: np.ndarray) -> Iterator[Span]:
 
 
 def _find_quietest(frames: Frames, low: int, high: int) -> int:
-    """Return the quietest sample in [low, high]: a place between two frames, if there is one."""
+    """Return the sample in [low, high] at the quietest frame boundary; ``low`` if there is no boundary."""
     first, end = int(np.searchsorted(frames.edges, low)), int(np.searchsorted(frames.edges, high, side="right"))
     places = np.arange(max(first, 1), min(end, len(frames.probabilities)))
     if not len(places):
         return low
-    # Both frames beside the place must be quiet.
+    # The frames on both sides of the boundary must be quiet.
     for values in (frames.probabilities, frames.levels):
         loudest = np.maximum(values[places - 1], values[places])
         places = places[loudest == loudest.min()]
@@ -191,7 +190,8 @@ class UtteranceCutter:
             advance: receives the shares of the record that are processed, which add up to 1.
 
         Raises:
-            RejectRecord: the audio cannot be decoded, or has several channels and none is chosen; ``no_speech``.
+            RejectRecord: the audio cannot be decoded, is far above full scale, or has several channels and none is
+                chosen; or ``no_speech``.
         """
         with open_recording(path) as recording:
             rate, num_samples = recording.info.sampling_rate, recording.info.num_samples
@@ -244,7 +244,7 @@ def _read_blocks(
 
 
 def _whole_frames(blocks: Iterable[np.ndarray]) -> Iterator[np.ndarray]:
-    """Yield the samples of blocks in blocks of whole frames; the last frame is filled with zeros."""
+    """Divide the same samples into blocks of whole frames; the last frame is padded with zeros."""
     left = _NO_VALUES
     for block in blocks:
         left = np.concatenate((left, block))

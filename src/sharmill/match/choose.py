@@ -325,7 +325,7 @@ def _number_values(values: Iterable[Hashable], numbers: dict[Any, int] | None = 
 
 def _stack(rows: list[Any]) -> Any:
     """Stack embeddings into an array (N, D) or, for a large group on a GPU, into a tensor on that GPU."""
-    # Stored embeddings are arrays, also where others are tensors.
+    # Stored embeddings are arrays, even if the other embeddings are tensors.
     if any(isinstance(row, np.ndarray) for row in rows):
         return np.stack([to_array(row) for row in rows])
     import torch

@@ -29,11 +29,11 @@ class MatchConfig(StageSection):
     """Minimum cosine similarity between a context and its target. ``null`` uses the encoder's default: 0.75 for
     ``resemblyzer``, 0.6 for TitaNet. Any other encoder needs a number here."""
     max_similarity: Similarity | None = None
-    """Maximum cosine similarity, such as 0.99 to exclude processed copies of the target. Copies with the same samples
+    """Maximum cosine similarity, such as 0.99, to exclude processed copies of the target. Copies with the same samples
     are always excluded."""
     max_other_similarity: Similarity | None = None
-    """With ``voices``, the maximum similarity between a context and the voice of another group, which must also be less
-    than that to its own group."""
+    """With ``voices``, the maximum similarity of a context to the voice of another group; it must not exceed its
+    similarity to its own group either."""
     min_duration: NotNegative = 3.0
     """Minimum duration of a context in seconds."""
     max_duration: float | None = None
@@ -60,8 +60,8 @@ class MatchConfig(StageSection):
     """Choose the contexts of a speaker group from a random pool of this many utterances, drawn with ``seed``."""
     contexts: Literal["choose", "given"] = "choose"
     """``given`` keeps the contexts of the manifest (``context_audio_filepath`` and related keys) and fills in missing
-    keys. If a context cannot be used or violates the limits above, its record is rejected (``bad_context``). Records
-    without a context get one as with ``choose``."""
+    keys. If a context cannot be used or violates ``min_similarity`` or a duration limit, its record is rejected
+    (``bad_context``). Records without a context get one as with ``choose``."""
     choice: Literal["best", "sample"] = "best"
     """``best`` takes the most similar candidate. ``sample`` draws from the ``sample_size`` most similar ones, so that
     no utterance becomes the context of too many others."""

@@ -36,10 +36,10 @@ class EmbeddedSegment:
         embedding: (D,) float32, as a tensor if the encoder is on a GPU, otherwise as an array.
         content: hash of the samples; equal for segments with the same samples.
         notes: facts about the file for later stages.
-        turn: the lowest similarity of the voices before and after a point in the segment, and this point in seconds;
-            NaN if the segment was not divided into windows.
-        own, other: similarity to the voice of its group, and to the most similar voice of another group; NaN if they
-            are unknown.
+        turn: the lowest similarity of the voices before and after a boundary of windows, and the time of this boundary
+            in seconds; NaN if the segment was not divided into windows.
+        own, other: similarity to the voice of its own group, and to the most similar voice of another group; NaN if
+            unknown.
     """
 
     embedding: Any
@@ -94,7 +94,7 @@ class Embedder:
         batch_seconds: seconds of audio per batch, including padding.
         pinned: the encoder is on a GPU and receives its batches in pinned memory, so that the next batch can be
             assembled while the encoder computes.
-        window_seconds: length of the windows in which a change of the voice is searched for; None to skip the search.
+        window_seconds: length of the windows that are compared to find a change of the voice; None to skip the search.
     """
 
     encoder: SpeakerEncoder
@@ -191,7 +191,7 @@ class Embedder:
         }
 
     def _find_turns(self, usable: dict[int, _Loaded], window_seconds: float) -> dict[int, tuple[float, float]]:
-        """Return ``EmbeddedSegment.turn`` of each segment that has at least two windows, by index."""
+        """Return ``EmbeddedSegment.turn`` of each segment with at least two whole windows, keyed by index."""
         size = max(1, round(window_seconds * self.encoder.sampling_rate))
         windows = [
             (index, samples[start : start + size])
@@ -212,11 +212,11 @@ class Embedder:
 
 
 def _find_turn(windows: np.ndarray, window_seconds: float) -> tuple[float, float]:
-    """Return the lowest similarity of the mean embeddings before and after a window, and the start of that window."""
+    """Return the lowest similarity of the mean embeddings before and after a boundary of windows, and its time."""
     before = np.cumsum(windows, axis=0, dtype=np.float64)[:-1]
     after = windows.sum(axis=0, dtype=np.float64) - before
     lengths = np.linalg.norm(before, axis=1) * np.linalg.norm(after, axis=1)
-    # Silence is no change of the voice.
+    # Windows of silence, whose embeddings are zeros, are not a change of the voice.
     similarities = np.where(lengths > 0, (before * after).sum(axis=1) / np.maximum(lengths, 1e-9), 1.0)
     lowest = int(similarities.argmin())
     return float(similarities[lowest]), (lowest + 1) * window_seconds

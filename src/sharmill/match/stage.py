@@ -109,7 +109,7 @@ class MatchStage(Stage):
         before = stage_before_match(run.config)
         found = {}
         if settings.max_other_similarity is not None:
-            # Other similarities to voices exclude other candidates, although the records are the same.
+            # Changed similarities to voices exclude other candidates, even if the records are unchanged.
             found["similarities"] = run.totals_of(before, "similarities").products["similarities"].xxh3
         return found | {
             "match": match,
@@ -160,7 +160,7 @@ class MatchStage(Stage):
     def open(self, run: StageRun, device: str) -> Processor:
         kind = check_device(device)
         match: MatchConfig = run.settings
-        # With stored embeddings, only audio from outside the records is embedded.
+        # If the records have stored embeddings, only given contexts and cuts of the dataset may need embedding.
         embeds = stage_before_match(run.config) != "voices" or match.contexts == "given" or match.contexts_from_dataset
         feeders = run.options.num_feeders(device) if embeds else 0
         embed = make_embedder(match, segment_reader(run), device, feeders)
@@ -218,14 +218,14 @@ _Begun = tuple[list[list[Utterance]], dict[int, Context | RejectRecord], _Found,
 
 
 class StoredEmbeddings:
-    """The embeddings that the stage ``voices`` has computed, and the similarities that it has found."""
+    """The embeddings of the records and their similarities to voices, computed by the stage ``voices``."""
 
     def __init__(self, run: StageRun) -> None:
         self._rows, self._similarities = (map_stored_array(run.product(f"voices/{name}")) for name in _OF_VOICES)
         self._embeddings, self._contents = (map_stored_array(run.product(f"voices.embed/{name}")) for name in _OF_CLIPS)
 
     def find(self, utterances: Iterable[Utterance], num_records: int) -> _Found:
-        """Return the embedding of each utterance with a number below ``num_records``, by segment."""
+        """Return the embeddings of the utterances with numbers below ``num_records``, keyed by segment."""
         found: _Found = {}
         for utterance in utterances:
             if utterance.index < num_records:
@@ -264,7 +264,7 @@ class MatchProcessor(AheadProcessor[_Begun]):
 
         Returns:
             The speaker groups of the unit; the contexts given in its records, by record number, with a RejectRecord for
-            each unusable context; the embeddings that exist already; and the segments that must be embedded.
+            each unusable context; the stored embeddings; and the segments that must be embedded.
         """
         utterances = self._read(unit)
         groups = [list(group) for _, group in groupby(utterances, key=self._chooser.group_key)]

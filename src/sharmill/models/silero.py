@@ -1,9 +1,9 @@
-"""The voice activity detector of the package silero-vad, with one pass of its network over many frames.
+"""The voice activity detector of the package silero-vad, with many frames in one pass of its network.
 
-The package's own model takes one frame per call. Only the weights of that model are used, so the package, which sets
-the number of torch's threads, is not imported. The network is that of its ``tinygrad_model.py``: a spectrum, four
-convolutions and an LSTM (https://github.com/snakers4/silero-vad). The weights are those of ``silero_vad.jit``, because
-the wheel's safetensors file has weights of another version, with other probabilities.
+The package's own model takes one frame per call. Only its weights are used: the package is not imported, because the
+import changes the number of torch's threads. The network follows the package's ``tinygrad_model.py``: a spectrum, four
+convolutions and an LSTM (https://github.com/snakers4/silero-vad). The weights are read from ``silero_vad.jit``, because
+the wheel's safetensors file contains another version, which gives other probabilities.
 """
 
 from dataclasses import dataclass, field
@@ -20,7 +20,7 @@ from sharmill.registry import require_package
 
 SAMPLING_RATE: Final = 16000
 FRAME_SAMPLES: Final = 512
-# Samples of the previous frame that a frame begins with, and mirrored samples at its end.
+# Number of samples of the previous frame before each frame, and of mirrored samples after it.
 _CONTEXT: Final = 64
 # Frames in one pass, about a minute; longer audio takes several passes, which bounds the memory.
 _MAX_FRAMES: Final = 2048
@@ -40,7 +40,7 @@ class _Network(nn.Module):
         self.final_conv = nn.Conv1d(128, 1, 1)
 
     def forward(self, frames: Tensor, state: tuple[Tensor, Tensor] | None) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        """Map (frames, context + samples) and the state after the previous frames to (frames,) and the next state."""
+        """Map frames (frames, context + samples) and the LSTM's state to probabilities (frames,) and the next state."""
         spectra = self.stft_conv(functional.pad(frames, (0, _CONTEXT), mode="reflect")[:, None])
         values = (spectra[:, :129].square() + spectra[:, 129:].square()).sqrt()
         for conv in (self.conv1, self.conv2, self.conv3, self.conv4):
@@ -63,7 +63,7 @@ class VadState:
 
 
 class SileroVad:
-    """The detector, with the probabilities of the package's model for audio at 16 kHz.
+    """The detector for audio at 16 kHz, with the same probabilities as the package's model.
 
     Args:
         device: the torch device of the model.
@@ -72,7 +72,8 @@ class SileroVad:
         checksum: the xxh3 (hex) of the weights.
 
     Raises:
-        ConfigError: the package or its weights are missing or damaged; the message names the extra ``vad``.
+        ConfigError: the package is missing (the message names the extra ``vad``), or its weights are missing or
+            damaged.
     """
 
     def __init__(self, device: str = "cpu") -> None:
@@ -82,7 +83,7 @@ class SileroVad:
             network = _Network()
         with loading("silero-vad", OSError, RuntimeError, ValueError):
             stored = torch.jit.load(str(path), map_location="cpu").state_dict()
-            # The layers have other names there, but the same order.
+            # In this file, the layers have other names, but the same order.
             weights = [tensor for name, tensor in stored.items() if name.startswith("_model.")]
             network.load_state_dict(dict(zip(network.state_dict(), weights, strict=True)))
         self.checksum = weights_checksum(network.state_dict())
@@ -94,8 +95,8 @@ class SileroVad:
         """Return the probability of speech in each frame of 512 samples (32 ms).
 
         Args:
-            samples: (samples,) float32 at 16 kHz, of any length; the last frame is filled with zeros.
-            state: the state after the previous part of the audio, which is updated; by default, the audio begins here.
+            samples: (samples,) float32 at 16 kHz, of any length; the last frame is padded with zeros.
+            state: the state after the previous part of the audio; it is updated. By default, the audio begins here.
 
         Returns:
             (ceil(samples / 512),) float32.

@@ -1,4 +1,4 @@
-"""Section of the report about the labels of speakers: the clearest findings of the stage ``voices``, with players."""
+"""Section of the report about speaker labels: the clearest findings of the stage ``voices``, with players."""
 
 from typing import Any
 
@@ -27,7 +27,7 @@ def _groups(finding: LabelFinding) -> list[str]:
 
 
 def _evidence(finding: LabelFinding) -> str:
-    """Return the similarities on which a finding is based, as text."""
+    """Return a text with the similarities on which a finding is based."""
     if finding.finding == "wrong_voice":
         return f"similarity to its group {finding.own:.2f}, to the other group {finding.other:.2f}"
     if finding.finding == "mixed_voices":

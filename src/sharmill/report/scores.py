@@ -1,5 +1,5 @@
-"""Section of the report about fields of values, such as scores: their distributions, and thresholds with what they
-keep, and players of the cuts with the lowest and highest values.
+"""Section of the report about fields of values, such as scores: distributions, thresholds, and players of the cuts with
+the lowest and highest values.
 """
 
 from typing import Final
@@ -19,7 +19,7 @@ KEPT_PERCENT: Final = (99, 95, 90)
 
 
 def make_scores(facts: Facts) -> Markup | None:
-    """Return the section; None without a field of values."""
+    """Return the section; None if the dataset has no field of values."""
     sample = facts.sample
     columns = {} if sample is None else {name: found for name, found in sorted(sample.values.items()) if found}
     if sample is None or not columns:
@@ -42,7 +42,7 @@ def make_scores(facts: Facts) -> Markup | None:
 
 
 def thresholds(values: np.ndarray) -> list[float]:
-    """Return the largest minimum that keeps 99, 95 and 90 % of the values, then the smallest such maximum.
+    """Return the largest minimums that keep 99, 95 and 90 % of the values, then the smallest maximums that do.
 
     >>> thresholds(np.arange(1.0, 201.0))
     [3.0, 11.0, 21.0, 198.0, 190.0, 180.0]

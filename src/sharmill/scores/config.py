@@ -17,7 +17,7 @@ class ScorerConfig:
     """Scorer to run: ``signal``, ``text``, ``speech``, ``dnsmos``, ``mos``, ``squim``, ``utmos:<file or repository>``,
     ``cer:<pretrained name or .nemo file>``, or a scorer of another package."""
     prefix: str = ""
-    """Text before the names of the columns, to tell two models apart."""
+    """Prefix of the names of the columns, to tell two models apart."""
     options: dict[str, Any] = field(default_factory=dict)
     """Options of the scorer, set beside ``scorer`` in a configuration."""
 
@@ -29,10 +29,10 @@ class ScorerConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ScoresConfig(StageSection):
-    """Scorers, which add columns of numbers to a dataset; a list of mappings makes several passes."""
+    """Scorers that add columns of numbers to a dataset. A list of mappings configures several passes."""
 
     name: str = ""
-    """Name of the pass, where there are several."""
+    """Name of the pass, if there are several."""
     scorers: list[ScorerConfig]
     """List of scorers: see below."""
     batch_seconds: Above0 = 60.0

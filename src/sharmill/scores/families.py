@@ -65,7 +65,7 @@ class Dnsmos(Scorer):
 
 @dataclass(frozen=True, kw_only=True)
 class Mos(Scorer):
-    """``mos``: the quality that the package distillmos predicts, with its weights."""
+    """``mos``: the overall quality, predicted by DistillMOS with the weights of the package distillmos."""
 
     packages: ClassVar = ("distillmos", "xls-r-sqa")
     weights: ClassVar = ("distillmos", "distillmos/weights/distill_mos_v7.pt")
@@ -131,9 +131,9 @@ class Utmos(Scorer):
 
 @dataclass(frozen=True, kw_only=True)
 class Cer(NemoModel, Scorer):
-    """``cer:<pretrained name or .nemo file>``: character errors of a NeMo speech recogniser, per character of the text.
+    """``cer:<pretrained name or .nemo file>``: character error rate of a NeMo ASR model, relative to the text.
 
-    Case and punctuation do not count. Clips without text have no score.
+    Case, punctuation and symbols are ignored. Clips without text have no score.
     """
 
     takes_target: ClassVar = True

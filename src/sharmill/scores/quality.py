@@ -32,7 +32,7 @@ def load_speech(scorer: Scorer, device: str) -> Score:
 
 
 def load_dnsmos(scorer: Scorer, device: str) -> Score:
-    """Load DNSMOS, with the results of the package speechmos, whose import of librosa is avoided.
+    """Load DNSMOS. It gives the results of the package speechmos, but does not import librosa.
 
     Samples beyond full scale, which the package refuses, are clipped. Sources: Reddy et al., DNSMOS P.835,
     https://arxiv.org/abs/2110.01763, and the module ``speechmos.dnsmos``.
@@ -63,19 +63,19 @@ def load_dnsmos(scorer: Scorer, device: str) -> Score:
 
 
 def _dnsmos_windows(samples: np.ndarray) -> Iterator[np.ndarray]:
-    """Yield the windows of 9.01 s that the package uses, up to one for each second; shorter audio is repeated."""
+    """Yield the package's windows of 9.01 s, which begin at whole seconds; shorter audio is repeated."""
     whole = samples.clip(-1, 1)
     while len(whole) < _DNSMOS_SAMPLES:
         whole = np.concatenate([whole, whole])
     for number in range(max(1, len(whole) // _SAMPLING_RATE - 9)):
         start, end = number * _SAMPLING_RATE, int((number + _DNSMOS_SECONDS) * _SAMPLING_RATE)
-        # The package leaves out windows whose end is rounded down.
+        # The package leaves out windows that are a sample too short, because their end was rounded down.
         if end - start == _DNSMOS_SAMPLES:
             yield whole[start:end]
 
 
 def load_mos(scorer: Scorer, device: str) -> Score:
-    """Load DistillMOS, with the results of its package (Stahl and Gamper, https://arxiv.org/abs/2502.05356)."""
+    """Load DistillMOS, which gives the results of its package (Stahl and Gamper, https://arxiv.org/abs/2502.05356)."""
     from distillmos import ConvTransformerSQAModel
 
     with loading("mos", *_LOADING_ERRORS), torch.random.fork_rng(devices=[]):
@@ -93,7 +93,7 @@ def load_mos(scorer: Scorer, device: str) -> Score:
 
 
 def _mos_windows(samples: np.ndarray) -> Iterator[np.ndarray]:
-    """Yield windows of 7.68 s, which overlap so that each second begins one; shorter audio is filled with zeros."""
+    """Yield windows of 7.68 s, which begin at most a second apart; shorter audio is padded with zeros."""
     whole = np.pad(samples, (0, max(0, _MOS_SAMPLES - len(samples))))
     beyond = len(whole) - _MOS_SAMPLES
     for place in np.linspace(0, 1, -(-beyond // _SAMPLING_RATE) + 1):

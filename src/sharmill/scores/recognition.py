@@ -1,4 +1,4 @@
-"""Character error rates of a speech recogniser, which show texts that do not belong to their audio."""
+"""Character error rates of an ASR model, which reveal texts that do not match their audio."""
 
 import unicodedata
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from sharmill.scores.scorer import Clip, Score
 
 
 def load_cer(scorer: NemoModel, device: str) -> Score:
-    """Return a scorer that transcribes clips with a NeMo ASRModel, and compares the transcripts with their texts."""
+    """Return a scorer that transcribes clips with a NeMo ASRModel, and compares the results with their texts."""
     model = scorer.restore(("preprocessor.", "encoder.", "decoder.", "joint.")).to(device)
     rate = int(model.cfg.preprocessor.sample_rate)
 
@@ -29,7 +29,7 @@ def load_cer(scorer: NemoModel, device: str) -> Score:
 
 
 def normalize(text: str) -> str:
-    """Return text without case, punctuation and repeated spaces, in Unicode's composed form.
+    """Return text in Unicode's form NFKC, without case, punctuation, symbols and repeated spaces.
 
     >>> normalize("Well, it's  5 o’clock!")
     'well its 5 oclock'
@@ -39,7 +39,7 @@ def normalize(text: str) -> str:
 
 
 def error_rate(reference: str, hypothesis: str) -> float:
-    """Return the number of characters to insert, delete or replace, per character of the reference.
+    """Return the number of inserted, deleted and replaced characters, per character of the reference.
 
     >>> error_rate("abcd", "abxde")
     0.5

@@ -21,7 +21,7 @@ from sharmill.shar.histograms import supervision_of
 
 
 class Clip:
-    """The target audio of a cut, with its facts. The audio is decoded on first use, and resampled once for each rate.
+    """A cut's target audio, text and duration. The audio is decoded on first use, and resampled once for each rate.
 
     Args:
         cut: the cut as stored in the dataset.
@@ -43,7 +43,7 @@ class Clip:
 
     @cached_property
     def stored(self) -> tuple[np.ndarray, int]:
-        """The audio (samples,) as float32 at its own sampling rate, and this rate.
+        """The audio (samples,) as float32 at its stored sampling rate, and this rate.
 
         Raises:
             LookupError: the dataset has no audio for this cut.
@@ -72,7 +72,7 @@ class Clip:
         return self._resampled[sampling_rate]
 
 
-# A loaded scorer: it maps clips to one row for each, with a number, NaN or None for each column.
+# A loaded scorer: a function that maps clips to one row per clip, with a number, NaN or None for each column.
 Score = Callable[[Sequence[Clip]], Sequence[Sequence[float | None]]]
 
 
@@ -80,7 +80,7 @@ Score = Callable[[Sequence[Clip]], Sequence[Sequence[float | None]]]
 class Scorer(ModelFamily):
     """A scorer: a family of models whose ``load`` returns a function of type ``Score``.
 
-    The scores of a clip must not depend on the other clips, apart from the rounding of float arithmetic.
+    The scores of a clip must not depend on the clips beside it, except for rounding errors.
     """
 
     takes_target: ClassVar[bool] = False
@@ -89,7 +89,7 @@ class Scorer(ModelFamily):
     uses_device: ClassVar[bool] = False
     """True if ranks with a GPU should load it there; otherwise it gets the device ``cpu``."""
     weights: ClassVar[tuple[str, ...]] = ()
-    """The name of a package, followed by the files with weights in it."""
+    """The name of a package, followed by its files with weights."""
     loader: ClassVar[str] = ""
     """The function that ``load`` calls with the scorer and the device, as ``module:name``."""
 

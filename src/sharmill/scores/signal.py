@@ -11,14 +11,14 @@ from sharmill.scores.scorer import Score, Scorer
 LOWEST_SNR: Final = -20.0
 HIGHEST_SNR: Final = 100.0
 _WINDOW_SECONDS: Final = 0.032
-# Share of the frames in which a frequency is assumed to contain noise only. Measured with 0.1 to 0.5 on read speech in
-# white and pink noise: lower shares scatter more, and higher ones underestimate high ratios.
+# Share of the frames in which a frequency is assumed to contain only noise. Shares of 0.1 to 0.5 were compared on read
+# speech in white and pink noise: with lower shares, results scatter more; with higher ones, high ratios are too low.
 _NOISE_SHARE: Final = 0.2
-# Share of the frames that are assumed to contain noise only, at all frequencies.
+# Share of the frames that are assumed to contain only noise, at all frequencies.
 _PAUSE_SHARE: Final = 0.05
-# The power of a frame of white noise, summed over its frequencies, is distributed normally; neighbouring frequencies of
-# a Hann window are dependent, as if there were 1.5 times fewer. A tenth of the frames is this many deviations below the
-# mean; the frames in ``_PAUSE_SHARE`` are about a tenth of the frames without speech.
+# The power of a frame of white noise, summed over its frequencies, is nearly normally distributed. With a Hann window,
+# neighbouring frequencies are dependent, as if there were 1.5 times fewer. A tenth of the frames is at least 1.28
+# standard deviations below the mean. The frames in ``_PAUSE_SHARE`` are about a tenth of the frames without speech.
 _DEPENDENCE: Final = 1.5
 _TENTH: Final = 1.28
 # Below this frequency there is hum and rumble, but hardly any speech.
@@ -26,23 +26,23 @@ _LOWEST_HZ: Final = 60.0
 
 
 def load_signal(scorer: Scorer, device: str) -> Score:
-    """Return the scorer of the values of ``measure_sound`` and the signal-to-noise ratio."""
+    """Return a scorer that gives the values of ``measure_sound`` and the signal-to-noise ratio."""
     return lambda clips: [[*measure_sound(*clip.stored), estimate_snr(*clip.stored)] for clip in clips]
 
 
 def load_text(scorer: Scorer, device: str) -> Score:
-    """Return the scorer of characters per second; clips without text have none."""
+    """Return a scorer that gives characters per second; clips without text have no score."""
     return lambda clips: [[len(clip.text) / clip.duration if clip.text and clip.duration else None] for clip in clips]
 
 
 def estimate_snr(samples: np.ndarray, sampling_rate: int) -> float:
     """Return an estimate of the signal-to-noise ratio of audio (samples,) in dB, between -20 and 100.
 
-    The spectrum of the noise is estimated from a quantile over time, because speech leaves each frequency free for a
+    The noise at each frequency is estimated from a quantile over time, because speech leaves each frequency free for a
     part of the time, even within words (Stahl, Fischer and Bippus, Quantile based noise estimation for spectral
-    subtraction and Wiener filtering, ICASSP 2000). The power of Gaussian noise in a frame is distributed exponentially,
-    so its mean follows from the quantile. As speech takes an unknown part of the frames, the level of this spectrum is
-    then lowered to that of the quietest frames. A tone without pauses counts as noise.
+    subtraction and Wiener filtering, ICASSP 2000). The power of Gaussian noise at a frequency is exponentially
+    distributed, so its mean follows from the quantile. Since speech takes an unknown share of the frames, this spectrum
+    is then lowered to the level of the quietest frames. A tone without pauses counts as noise.
 
     >>> time = np.arange(64000) / 16000
     >>> tone = np.sin(2 * np.pi * 440 * time) * (np.sin(2 * np.pi * time) > 0)

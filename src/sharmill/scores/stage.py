@@ -1,4 +1,4 @@
-"""Stage ``scores``, which adds columns of numbers to a dataset; each clip is decoded once for all scorers of a pass."""
+"""Stage ``scores``, which adds columns of numbers to a dataset. A pass decodes each clip once for all its scorers."""
 
 import math
 from collections import Counter
@@ -40,7 +40,7 @@ _DIGITS: Final = 6
 
 @dataclass(frozen=True)
 class Scorers:
-    """The scorers of a pass, each with its configuration; none is loaded."""
+    """The scorers of a pass with their configurations; no model is loaded yet."""
 
     chosen: Sequence[tuple[ScorerConfig, Scorer]]
 
@@ -133,7 +133,7 @@ class ScoresProcessor(FieldProcessor):
     """Scores the cuts of a shard, in groups of ``batch_seconds``.
 
     Args:
-        scorers: for each scorer its name in the configuration, itself, and what it has loaded.
+        scorers: for each scorer, its label, the scorer, and the function that it has loaded.
     """
 
     def __init__(self, run: StageRun, scorers: Sequence[tuple[str, Scorer, Score]]) -> None:
@@ -170,7 +170,7 @@ class ScoresProcessor(FieldProcessor):
             yield group
 
     def _score(self, name: str, scorer: Scorer, score: Score, clips: Sequence[Clip]) -> list[list[float | None]]:
-        """Return the row of each clip; if the scorer raises on a group, it gets each of its clips alone."""
+        """Return the row of each clip; if the scorer raises an exception for a group, each clip is scored alone."""
         try:
             with spent_on("model"):
                 values = np.array(score(clips), np.float64)  # None becomes NaN

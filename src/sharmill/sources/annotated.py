@@ -28,7 +28,7 @@ from sharmill.sources.textgrid import choose_tier, parse_textgrid, parse_tiers, 
 
 _SHOWN: Final = 1000
 
-# Formats of NeMo's forced aligner, and the level of the CTM files that its manifest names.
+# Formats of NeMo's forced aligner, each with the level of its CTM files.
 _ALIGNED: Final = {"nfa_words": "words", "nfa_segments": "segments"}
 # Suffix of the annotation files of each format.
 _SUFFIXES: Final = {
@@ -230,8 +230,8 @@ class AnnotatedSource(WalkedSource):
     def _ctm(self, folder: str, written: str) -> str:
         """Return the text of a CTM file that a manifest in ``folder`` names.
 
-        The aligner writes ``ctm/<level>/<name>.ctm`` beside the manifest. Other parts of the path are ignored, so that
-        the files can be moved, and a manifest cannot name other files.
+        The aligner writes ``ctm/<level>/<name>.ctm`` beside the manifest. Only the name is taken from the manifest, so
+        the files can be moved, and a manifest cannot name files elsewhere.
         """
         file = self._annotations / folder / "ctm" / _ALIGNED[self.annotations] / PurePosixPath(written).name
         try:

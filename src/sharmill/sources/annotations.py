@@ -1,4 +1,4 @@
-"""Parsers for annotations of single segments: RTTM, CTM, Audacity, AMI's words, Whisper, and NeMo's forced aligner."""
+"""Parsers for annotations of segments: RTTM, CTM, Audacity, AMI's words, Whisper, and NeMo's forced aligner."""
 
 import html
 import math
@@ -100,7 +100,7 @@ class _WhisperSegment(msgspec.Struct):
 
 
 def parse_whisper(text: str) -> Iterator[Stretch | UnreadableRecord]:
-    """Yield the segments of a JSON file that Whisper or WhisperX has written."""
+    """Yield the segments of a JSON file of Whisper or WhisperX."""
     segments = decode_object(text.encode(), "the file is not a JSON object").get("segments")
     if not isinstance(segments, list):
         raise ValueError("the file has no list of segments, as Whisper and WhisperX write it")
@@ -115,13 +115,13 @@ def parse_whisper(text: str) -> Iterator[Stretch | UnreadableRecord]:
 
 
 def parse_aligned(text: str, level: str, read: Callable[[str], str]) -> Iterator[Stretch | UnreadableRecord]:
-    """Yield the words or segments of a manifest that NeMo's forced aligner has written.
+    """Yield the words or segments of the CTM files that a manifest of NeMo's forced aligner names.
 
     The ``recording`` of a segment is the ``audio_filepath`` of its line.
 
     Args:
         level: ``words`` or ``segments``.
-        read: returns the text of a CTM file with a given path; raises RejectRecord if it cannot be read.
+        read: a function that returns the text of a CTM file from its path, or raises RejectRecord.
     """
     key = f"{level}_level_ctm_filepath"
     for line in filter(str.strip, split_lines(text)):

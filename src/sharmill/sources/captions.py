@@ -15,14 +15,14 @@ from sharmill.sources.stretches import Stretch
 
 _CLOCK: Final = r"(?:(\d{1,4}):)?(\d{1,2}):(\d\d)(?:[,.](\d{1,9}))?"
 _SRT_TIMES: Final = re.compile(rf"\s*{_CLOCK}\s*-->\s*{_CLOCK}")
-# Tags must not contain "<", otherwise the search for the end of each unclosed tag would go to the end of the file.
+# Tags must not contain "<"; otherwise, the search for the end of each unclosed tag would read to the end of the file.
 _SRT_STYLE: Final = re.compile(r"</?(?:[bciuv]|font|lang|rt|ruby)\b[^<>]*>|<[\d:.]+>|\{\\[^{}]*\}")
 # WebVTT blocks that are not captions.
 _VTT_BLOCKS: Final = ("WEBVTT", "NOTE", "STYLE", "REGION")
 # Maximum number of lines of a rolling caption that are compared with the previous caption.
 _MOST_LINES: Final = 10
-# Duration in seconds. Shorter captions contain no speech of their own, and pauses between rolling captions are at most
-# this long.
+# Duration in seconds. Shorter captions contain no speech of their own, and the pauses between rolling captions are
+# shorter too.
 _SHORT_CAPTION: Final = 0.1
 
 
@@ -47,7 +47,7 @@ def _split_captions(text: str, *, is_vtt: bool) -> list[tuple[re.Match[str] | No
     """Return (regex match for the times or None, nonblank lines without the caption number) for each block.
 
     A caption may contain blank lines. A blank line ends it only if it is followed by a number, by times or, in WebVTT,
-    by a name or a comment. In WebVTT, a line with an arrow is always meant as times, even if they cannot be read.
+    by a name or a comment. In WebVTT, a line with an arrow always counts as times, even if they cannot be read.
     """
 
     def is_times(line: str) -> bool:

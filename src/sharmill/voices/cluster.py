@@ -1,10 +1,10 @@
 """Clusters of voice embeddings: clips that sound like one voice.
 
-Two clusters are merged if the mean similarity of their clips is the highest and at least a limit (average linkage,
-UPGMA). The mean similarity of the clips of two clusters is the product of their mean vectors, so clusters of any size
-can be merged from their means. Merges are found by nearest-neighbour chains (F. Murtagh, "A survey of recent advances
-in hierarchical clustering algorithms", The Computer Journal 26(4), 1983), which give the same clusters as merging the
-most similar pair of all.
+The two clusters whose clips have the highest mean similarity are merged, as long as it reaches a limit (average
+linkage, UPGMA). This mean is the dot product of the clusters' mean vectors, so clusters of any size are merged from
+their means alone. Merges are found by nearest-neighbour chains (F. Murtagh, "A survey of recent advances in
+hierarchical clustering algorithms", The Computer Journal 26(4), 1983), which give the same clusters as always merging
+the most similar pair.
 """
 
 from collections.abc import Iterator
@@ -12,22 +12,23 @@ from typing import Final
 
 import numpy as np
 
-# Similarities are rounded to multiples of 2**-24, because the noise of a product depends on the library.
+# Similarities are rounded to multiples of 2**-24, because the rounding errors of a product depend on the library.
 STEPS: Final = 2.0**24
 # Maximum number of vectors whose similarities are computed together: a matrix of 128 MiB.
 BLOCK: Final = 4096
-# A core with this many clips attracts less similar clips.
+# Minimum number of clips of a core with which less similar cores are merged.
 CORE: Final = 3
-# Divisions after the first two that may merge less than 1 % of the clusters before the search ends.
+# The search ends if the third or a later division leaves more than this share of the clusters, or after this number
+# of divisions.
 _SHRINKS: Final = 0.99
 _MOST_PASSES: Final = 12
 
 
 def link_average(means: np.ndarray, sizes: np.ndarray, least: float) -> np.ndarray:
-    """Return the cluster of each vector by average linkage, as the number of the first vector of the cluster.
+    """Cluster vectors by average linkage; return the number of the first vector of each vector's cluster.
 
     Args:
-        means: (N, D) mean of the unit vectors of each item's clips, not normalized itself.
+        means: (N, D) mean of the unit vectors of each item's clips; the mean itself is not normalized.
         sizes: (N,) number of clips of each item.
         least: minimum mean similarity of two clusters that are merged.
 
@@ -45,9 +46,9 @@ def link_average(means: np.ndarray, sizes: np.ndarray, least: float) -> np.ndarr
             tip = chain[-1]
             near = int(similar[tip].argmax())
             if len(chain) > 1 and similar[tip, chain[-2]] == similar[tip, near]:
-                near = chain[-2]  # of equally similar neighbours, the previous one ends the chain
+                near = chain[-2]  # among equally similar neighbours, the previous one ends the chain
             if similar[tip, near] < least:
-                # Merges of others can only lower the similarity, so this cluster is complete.
+                # Merges of other clusters cannot raise this similarity, so this cluster is complete.
                 similar[:, chain.pop()] = -np.inf
             elif len(chain) > 1 and near == chain[-2]:
                 del chain[-2:]
@@ -71,10 +72,10 @@ def _merge(similar: np.ndarray, sizes: np.ndarray, kept: int, gone: int) -> None
 
 
 def link_blocks(means: np.ndarray, sizes: np.ndarray, least: float, block: int = BLOCK) -> np.ndarray:
-    """Return the clusters of any number of vectors, with memory for one block of similarities.
+    """Cluster any number of vectors as ``link_average`` does, with memory for one block of similarities.
 
-    More than one block is clustered approximately: similar vectors are brought into the same block by a tree of random
-    divisions, and the clusters of all blocks are divided anew, by another tree, until few more are merged.
+    More than ``block`` vectors are clustered approximately: a tree of random divisions brings similar vectors into the
+    same block. The resulting clusters are divided again by another tree, until few more of them are merged.
 
     Args:
         means, sizes, least: as for ``link_average``.
@@ -95,14 +96,15 @@ def link_blocks(means: np.ndarray, sizes: np.ndarray, least: float, block: int =
 
 
 def link_cores(means: np.ndarray, sizes: np.ndarray, strict: float, least: float) -> np.ndarray:
-    """Return clusters of which each has a core of very similar clips; see ``link_blocks``.
+    """Cluster clips into cores of very similar clips, then merge less similar cores; see ``link_blocks``.
 
-    Without this, two strangers among many who happen to sound alike would be a cluster.
+    Cores are merged only if one of them has at least ``CORE`` clips. Otherwise, two of many speakers who happen to
+    sound alike would become one cluster.
 
     Args:
         means, sizes: as for ``link_average``.
-        strict: minimum mean similarity of the clips of a core.
-        least: minimum mean similarity of clusters that are merged if one of their cores has at least ``CORE`` clips.
+        strict: minimum mean similarity of the clips of a core. If it is at most ``least``, the cores are the result.
+        least: minimum mean similarity of cores that are merged.
     """
     cores = link_blocks(means, sizes, strict)
     if strict <= least:
@@ -121,15 +123,15 @@ def link_cores(means: np.ndarray, sizes: np.ndarray, strict: float, least: float
 def _sum_clusters(
     means: np.ndarray, sizes: np.ndarray, heads: np.ndarray, found: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Give the first member of each cluster the mean and the size of the cluster.
+    """Store the mean and size of each new cluster at its first member.
 
     Args:
-        heads: (H,) the vectors that stand for clusters so far.
-        found: (H,) for each of them, the position in ``heads`` of the first member of its new cluster.
+        heads: (H,) the vector that represents each old cluster.
+        found: (H,) for each old cluster, the position in ``heads`` of the first member of its new cluster.
 
     Returns:
-        The vectors that stand for the new clusters; and for each vector (N,), the one that stands for its cluster, if
-        it stood for a cluster so far.
+        The vectors that represent the new clusters; and an array (N,) that maps the vector of each old cluster to the
+        vector of its new cluster.
     """
     goals, merged = heads[found], np.arange(len(means))
     merged[heads] = goals
@@ -142,9 +144,9 @@ def _sum_clusters(
 
 
 def divide_similar(means: np.ndarray, block: int, random: np.random.Generator) -> Iterator[np.ndarray]:
-    """Divide vectors (N, D) into parts of at most ``block``, and yield their numbers, each part in ascending order.
+    """Divide vectors (N, D) into parts of at most ``block``, and yield the row numbers of each part in ascending order.
 
-    Each division is at the median of the projections on the difference of two random vectors.
+    Vectors are divided at the median of their projections on the difference of two random ones.
     """
     parts = [np.arange(len(means))]
     while parts:

@@ -1,4 +1,4 @@
-"""Similarities of clips with the voices of all speaker groups."""
+"""Voices of a corpus, and the similarities of clips to the voices of all speaker groups."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from sharmill.voices.cluster import CORE, STEPS, link_blocks
 if TYPE_CHECKING:
     from torch import Tensor
 
-# A voice: the cluster that it is, by the line of its first clip; the group of the cluster, by its first line; the
-# number of clips; the length of the mean of their embeddings; the number of the voice, which clusters of several groups
-# may have in common; whether it is a main voice of its group; and the line and number by which its speaker is named.
+# A cluster of clips in one voice. Clusters and groups are identified by their first line. ``length`` is the norm of the
+# mean embedding. Clusters with the same voice have the same ``voice``, the row of the first of them. The voice is named
+# after the group ``speaker``, as the ``number``-th one.
 VOICE: Final = np.dtype(
     [("cluster", "u4"), ("group", "u4"), ("size", "u4"), ("length", "f4"), ("voice", "u4"), ("is_main", "?"),
      ("speaker", "u4"), ("number", "u4")]
 )  # fmt: skip
-# A cluster with at least this share of the clips of the largest one is a main voice of its group too, unless it is a
-# single clip beside several of one voice. A smaller one is a further voice if it has at least CORE clips.
+# The main voices of a group are the clusters with at least this share of the clips of the largest cluster; single clips
+# only if no cluster of the group is larger. A smaller cluster is a further voice if it has at least CORE clips.
 _MAIN_SHARE: Final = 0.5
-# A single clip is too little for a voice that clips of other groups could have, or that two groups have in common.
+# Minimum number of clips of a voice that is compared with clips of other groups, or that groups may have in common.
 _FEWEST_OF_OTHERS: Final = 2
 _SIDES: Final[tuple[Literal["left"], Literal["right"]]] = ("left", "right")
-# Rows and voices that are compared at a time: 64 MiB of similarities.
+# Numbers of clips and voices that are compared at a time: 64 MiB of similarities.
 _ROWS: Final = 1024
 _VOICES: Final = 8192
 
@@ -36,9 +36,11 @@ class Similarities:
     """Similarities of clips to voices.
 
     Attributes:
-        own: (N,) highest similarity to a main voice of its own group, without the clip itself; -inf if there is none.
-        other: (N,) highest similarity to a main voice of another group; -inf if there is none.
-        nearest: (N,) number of that voice.
+        own: (N,) highest similarity to a main voice of the clip's own group, computed without the clip itself; -inf if
+            there is none.
+        other: (N,) highest similarity to a main voice of another group; -inf if there is none. Voices of a single clip,
+            and voices that the clip's own group has too, are excluded.
+        nearest: (N,) row of this other voice in the result of ``find_voices``.
     """
 
     own: np.ndarray
@@ -55,10 +57,10 @@ def find_voices(
         embeddings: (N, D) unit vectors, or zeros for clips without a voice.
         clusters: (N,) the line of the first clip of each clip's cluster.
         groups: (N,) the first line of each clip's group.
-        least: minimum mean similarity of clusters of different groups that are the same voice.
+        least: minimum mean similarity of clusters that are the same voice.
 
     Returns:
-        (V,) array of ``VOICE`` and (V, D) float32 unit vectors.
+        (V,) array of dtype ``VOICE``, and (V, D) float32 unit vectors.
     """
     if not len(clusters):
         return np.zeros(0, VOICE), np.zeros((0, embeddings.shape[-1]), np.float32)
@@ -69,7 +71,7 @@ def find_voices(
     in_group = np.diff(begins, append=len(heads))
     largest = np.repeat(np.maximum.reduceat(counts, begins), in_group)
     is_main = (counts >= _MAIN_SHARE * largest) & (counts >= np.minimum(largest, _FEWEST_OF_OTHERS))
-    # A clip that is alone in its group has nothing to be compared with.
+    # If a group has only one clip, there is nothing to compare it with.
     alone = (counts == 1) & (np.repeat(in_group, in_group) == 1)
     kept = (is_main | (counts >= CORE)) & ~alone
     voices = np.zeros(int(kept.sum()), VOICE)
@@ -77,14 +79,14 @@ def find_voices(
     voices["is_main"] = is_main[kept]
     means = _sum_rows(embeddings, clusters, voices["cluster"]) / voices["size"][:, None]
     voices["length"] = np.linalg.norm(means, axis=1)
-    # Silence has no voice.
+    # Clips of silence, whose embeddings are zeros, have no voice.
     voices, means = voices[voices["length"] > 0], means[voices["length"] > 0]
     _number_voices(voices, means, least)
     return voices, means / voices["length"][:, None]
 
 
 def _sum_rows(embeddings: np.ndarray, clusters: np.ndarray, heads: np.ndarray) -> np.ndarray:
-    """Return the sum of the embeddings of each cluster, (V, D) float32, from blocks of rows."""
+    """Return the sum of the embeddings of each cluster in ``heads``, (V, D) float32, computed in blocks of rows."""
     sums = np.zeros((len(heads), embeddings.shape[1]), np.float32)
     numbers = np.argsort(heads)
     for start in range(0, len(embeddings) if len(heads) else 0, 1 << 16):
@@ -102,8 +104,8 @@ def _sum_rows(embeddings: np.ndarray, clusters: np.ndarray, heads: np.ndarray) -
 def _number_voices(voices: np.ndarray, means: np.ndarray, least: float) -> None:
     """Set the voice, speaker and number of each of the ``voices``, from their means (V, D).
 
-    A voice is named by the first group whose largest voice it is, or else by the first in which it is a main voice. A
-    further voice of that group has a number.
+    A voice is named after the first group whose largest voice it is; if there is none, after the first group whose main
+    voice it is; otherwise after its own group. ``number`` counts the voices that are named after a group, from 1.
     """
     voices["voice"] = np.arange(len(voices))
     large = np.flatnonzero(voices["size"] >= _FEWEST_OF_OTHERS)
@@ -112,7 +114,7 @@ def _number_voices(voices: np.ndarray, means: np.ndarray, least: float) -> None:
     further: dict[int, int] = {}
     order = np.lexsort((np.arange(len(voices)), -voices["size"].astype(np.int64), voices["group"]))
     is_largest = np.diff(voices["group"][order].astype(np.int64), prepend=-1) > 0
-    # The largest voice of a group keeps the name of the group.
+    # The largest voices come first, so that they keep the names of their groups.
     for row in [*order[is_largest].tolist(), *order[~is_largest].tolist()]:
         voice, group = int(voices["voice"][row]), int(voices["group"][row])
         if voice not in named and voices["is_main"][row]:
@@ -138,7 +140,7 @@ def compare_with_voices(
         embeddings: (N, D) unit vectors, or zeros for clips without a voice.
         clusters, groups: (N,) cluster and group of each clip, as for ``find_voices``.
         voices: result of ``find_voices``.
-        directions: (V, D) the directions of the voices, on the device that computes the products.
+        directions: (V, D) directions of the voices, on the device that computes the similarities.
     """
     own, other = np.full(len(embeddings), -np.inf), np.full(len(embeddings), -np.inf)
     nearest, order = np.zeros(len(embeddings), np.int64), np.argsort(groups, kind="stable")
@@ -181,7 +183,7 @@ def _product(rows: np.ndarray, directions: Tensor) -> np.ndarray:
 
 
 def _without_itself(similar: np.ndarray, clusters: np.ndarray, voices: np.ndarray) -> np.ndarray:
-    """Return the similarities (N, V) of clips to voices, with each clip taken out of the voice of its own cluster."""
+    """Return similarities (N, V) of clips to voices, computed without the clip itself for the voice of its cluster."""
     sums = voices["size"] * voices["length"].astype(np.float64)
     lengths = np.sqrt(np.maximum(sums**2 - 2 * sums * similar + 1, 1e-12))
     others = np.where(voices["size"] > 1, (sums * similar - 1) / lengths, -np.inf)

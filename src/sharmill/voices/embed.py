@@ -31,14 +31,14 @@ from sharmill.stages.inputs import identify_roots, segment_reader, segment_roots
 from sharmill.stages.lines import OFFSET, column, finish_manifest, identify_manifest, merge_columns, write_part
 from sharmill.voices.config import VoicesConfig
 
-# Arrays with an item for each line, besides the manifest with notes about the audio: the embedding as float16, a hash
-# of the samples, and the change of the voice within the segment (see ``EmbeddedSegment.turn``).
+# Arrays with an item for each line: the embedding as float16, a hash of the samples, and the change of the voice within
+# the segment (see ``EmbeddedSegment.turn``). The round also writes a manifest with notes about the audio.
 ARRAYS: Final = ("embedding", "content", "turn")
 _Begun = tuple[list[Utterance], PendingSegments]
 
 
 class EmbedStage(Stage):
-    """Round that embeds all segments. A unit is a span of lines of the prepared manifest."""
+    """The round that embeds all segments. A unit is a span of lines of the prepared manifest."""
 
     kind = "voices.embed"
     section = VoicesConfig
@@ -132,7 +132,7 @@ class EmbedProcessor(AheadProcessor[_Begun]):
             utterance.segment = replace(utterance.segment, notes=outcome.notes)
             arrays[row] = _stored(outcome.embedding), divmod(outcome.content, 1 << 64), outcome.turn
         if REASONS_OF_NODES & {reason for _, reason, _ in lost}:
-            # The engine does not see these records, because only the last round rejects them.
+            # The engine does not see these rejects, because the last round writes them.
             self._embed.reader.roots.check_node()
         name = f"parts/{unit.index:06d}"
         save_array(staging.path(f"{name}.npy"), write_part(staging.path(f"{name}.jsonl"), utterances, lambda one: ""))
@@ -150,6 +150,6 @@ class EmbedProcessor(AheadProcessor[_Begun]):
 
 
 def _stored(embedding: Any) -> np.ndarray:
-    """Return an embedding (D,) as it is stored: as zeros, like that of silence, if it is not finite."""
+    """Return an embedding (D,) as float16; zeros, like the embedding of silence, if it is not finite."""
     row = to_array(embedding).astype(np.float16)
     return row if np.isfinite(row).all() else np.zeros_like(row)

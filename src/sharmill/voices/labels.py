@@ -1,4 +1,4 @@
-"""Findings about the labels of speaker groups, and the names of the speakers whose voices were found."""
+"""Findings about speaker groups and their voices, and the names of the speakers to whom voices belong."""
 
 from collections import defaultdict
 from collections.abc import Iterator
@@ -14,12 +14,12 @@ from sharmill.stages.lines import OFFSET, column, hash_group
 from sharmill.stages.speaker_key import key_of, make_speaker_key
 from sharmill.voices.similarity import least_similarity
 
-# Similarities of the voices of a group that are computed together, 128 MiB: a group may have as many voices as clips.
+# Number of similarities that are computed together, 128 MiB, because a group may have as many voices as clips.
 _BLOCK: Final = 1 << 24
 
 
 class Labels:
-    """The voices that were found, and the speakers of the groups to which they belong."""
+    """The voices that were found, with their groups and the names of their speakers."""
 
     def __init__(self, run: StageRun) -> None:
         self.voices = map_stored_array(run.plan_folder / "voices.npy")
@@ -38,19 +38,19 @@ class Labels:
         return list(map(Utterance.from_json, read_lines_at(self._manifest, self._offsets[lines])))
 
     def first_of(self, line: int) -> Utterance:
-        """Return the utterance of a line that stands for a group or cluster."""
+        """Return the utterance of a line that is the first of a group or cluster; it is kept for later calls."""
         if line not in self._known:
             self._known[line] = self.read(np.array([line]))[0]
         return self._known[line]
 
     def group_of(self, line: int) -> str:
-        """Return the key of the speaker group of a line."""
+        """Return the key of the speaker group whose first line is given."""
         return key_of(self._key, self.first_of(line))
 
     def speaker_of(self, voice: int) -> str:
-        """Return the name of the speaker who has a voice: that of its group, with a number for a further voice.
+        """Return the speaker of a row of ``voices``: the name of the group ``speaker``, with ``_2`` for a second voice.
 
-        Underscores follow the number if the name is that of a given group.
+        Underscores are appended to a numbered name while a group of the manifest already has it.
         """
         number = int(self.voices["number"][voice])
         name = tagged_speaker(self.first_of(int(self.voices["speaker"][voice])).speaker)
@@ -61,13 +61,13 @@ class Labels:
         return name
 
     def describe_groups(self) -> Iterator[dict[str, Any]]:
-        """Yield a finding for each group with several voices, and for the groups that have a voice in common."""
+        """Yield a finding for each group that has several voices, and for each voice that several groups have."""
         voices, by_voice = self.voices, defaultdict[int, list[int]](list)
         for row in np.flatnonzero(voices["is_main"]).tolist():
             by_voice[int(voices["voice"][row])].append(row)
 
         def elsewhere(row: int) -> bool:
-            """Return True for a small cluster with the voice of another group: its clips have a wrong label."""
+            """Return True if a voice is also a main voice of another group: its clips have a wrong label."""
             same = by_voice.get(int(voices["voice"][row]), [])
             return any(voices["group"][one] != voices["group"][row] for one in same)
 
@@ -93,7 +93,7 @@ class Labels:
                 }  # fmt: skip
 
     def _lowest_similarity(self, rows: list[int]) -> float:
-        """Return the lowest mean similarity of the clips of two of these voices; 1 for a single voice."""
+        """Return the lowest mean similarity between the clips of two of these voices; 1 for a single voice."""
         means = self.directions[rows].astype(np.float64) * self.voices["length"][rows][:, None]
         return round(find_lowest_similarity(means), 4)
 
@@ -103,7 +103,7 @@ class Labels:
 
 
 def find_lowest_similarity(means: np.ndarray) -> float:
-    """Return the lowest product of two of the rows (N, D), or 1 if there are fewer than two rows."""
+    """Return the lowest dot product of two of these rows (N, D); 1 if there are fewer than two rows."""
     lowest, step = 1.0, max(1, _BLOCK // max(1, len(means)))
     for start in range(0, len(means), step):
         similar = means[start : start + step] @ means[start:].T

@@ -1,4 +1,4 @@
-"""Similarities that tell voices apart. They follow from the speaker encoder, unless the configuration sets one."""
+"""Limits of similarity that tell voices apart, derived from the speaker encoder and the configuration."""
 
 from typing import Final
 
@@ -7,18 +7,18 @@ from sharmill.match.choose import encoder_family, min_similarity
 from sharmill.match.config import MatchConfig
 from sharmill.voices.config import VoicesConfig
 
-# Share of the distance from the encoder's minimum similarity of a context to 1 by which the mean similarity of the
-# clips of a voice is higher, and the similarity of a clip to a wrong voice may be lower. Measured with resemblyzer on
-# LibriSpeech.
+# Distance of two limits from the encoder's minimum similarity of a context, as a share of the distance from there to 1:
+# the clips of a voice must be this much more similar, and a clip may be this much less similar to the voice of another
+# group. Measured with resemblyzer on LibriSpeech.
 _MARGIN: Final = 0.2
-# The same share for the core of a voice without a label.
+# The same share for the clips of a core, if speakers have no labels.
 _CORE_MARGIN: Final = 0.5
 
 
 def least_similarity(config: Config) -> float:
-    """Return the mean similarity below which the clips of two clusters have different voices.
+    """Return the mean similarity below which two clusters have different voices.
 
-    This is the encoder's default of ``match.min_similarity``, or its value for an encoder without a default.
+    This is the encoder's default of ``match.min_similarity``, or the configured value if the encoder has no default.
     """
     match = config.section(MatchConfig)
     own = encoder_family(match).min_similarity
@@ -32,13 +32,13 @@ def voice_similarity(config: Config) -> float:
 
 
 def core_similarity(config: Config) -> float:
-    """Return the minimum mean similarity of the clips of a core; see ``link_cores``. Given labels need no core."""
+    """Return the minimum mean similarity of the clips of a core; see ``link_cores``. An audit needs no cores."""
     similarity, least = voice_similarity(config), least_similarity(config)
     strict = least + _CORE_MARGIN * (1 - least)
     return similarity if config.section(VoicesConfig).labels == "audit" else max(similarity, strict)
 
 
 def doubtful_similarity(config: Config) -> float:
-    """Return the similarity below which two voices differ within a clip, and from which a clip may have a voice."""
+    """Return the similarity below which a clip has two voices, and from which it may have another group's voice."""
     least = least_similarity(config)
     return least - _MARGIN * (1 - least)

@@ -1,4 +1,4 @@
-"""Stage ``voices``: speaker labels that are checked against the voices of the clips, or made from them.
+"""Stage ``voices``, which checks speaker labels against the voices of the clips, or names speakers by their voices.
 
 The stage has three rounds: ``sharmill.voices.embed`` embeds the segments, ``ClusterStage`` clusters the clips of each
 group by voice, and ``VoicesStage`` compares each clip with the voices of all groups and decides about its label.
@@ -59,10 +59,10 @@ _MEANINGS: Final = {
 
 
 class ClusterStage(Stage):
-    """Round that clusters the clips of each group by voice. A unit is a span of clips that are ordered by group.
+    """The round that clusters the clips of each group by voice. A unit is a span of clips ordered by group.
 
-    A group is a speaker group, or where ``labels: find`` looks for speakers. A large group is clustered in parts, whose
-    clusters are merged at the end of the round.
+    A group is a speaker group or, with ``labels: find``, the clips in which a voice is searched for (``within``). A
+    large group is clustered in parts, whose clusters are merged at the end of the round.
     """
 
     kind = "voices.cluster"
@@ -72,7 +72,7 @@ class ClusterStage(Stage):
     cost_unit = "records"
 
     def identity(self, run: StageRun) -> dict[str, Any]:
-        # The embeddings are a product of the same size for every input, so they are identified by their checksum.
+        # A changed encoder gives a file of the same size, so the embeddings are identified by their checksum.
         embedded = run.totals_of("voices.embed", "embedding", "manifest")
         return {
             "similarities": [core_similarity(run.config), voice_similarity(run.config)],
@@ -114,7 +114,7 @@ class ClusterStage(Stage):
 
 
 def _merge_clusters(config: Config, embeddings: np.ndarray, lines: np.ndarray, clusters: np.ndarray) -> np.ndarray:
-    """Return the clusters (N,) of a group that was clustered in parts, after clusters of the same voice are merged."""
+    """Merge the clusters (N,) of a group that was clustered in parts, and return the new clusters (N,)."""
     heads, numbers, counts = np.unique(clusters, return_inverse=True, return_counts=True)
     sums = np.zeros((len(heads), embeddings.shape[1]))
     for start in range(0, len(lines), BLOCK):
@@ -139,7 +139,7 @@ class ClusterProcessor(Processor):
         begins = np.flatnonzero(np.diff(firsts.astype(np.int64), prepend=-1))
         for begin, end in pairwise([*begins.tolist(), len(lines)]):
             rows = np.asarray(self._embeddings[lines[begin:end]], np.float64)
-            # Parts of a large group are only clustered into cores, which are merged at the end of the round.
+            # In parts of a large group, only cores are found; they are merged at the end of the round.
             least = self._least if self._sizes[firsts[begin]] <= BLOCK else self._core
             clusters = link_cores(rows, np.ones(len(rows)), self._core, least)
             found[begin:end] = lines[begin:end][clusters]
@@ -150,7 +150,7 @@ class ClusterProcessor(Processor):
 
 
 class VoicesStage(Stage):
-    """The stage that decides about the labels. A unit is a span of lines of the manifest."""
+    """The round that decides about the label of each clip. A unit is a span of lines of the manifest."""
 
     kind = "voices"
     is_cheap = True
@@ -197,7 +197,7 @@ class VoicesStage(Stage):
         save_array(run.plan_folder / "voices.npy", voices)
         save_array(run.plan_folder / "directions.npy", directions)
         if not is_audit:
-            # A voice is named after its samples, so that its name depends neither on paths nor on the order of lines.
+            # A voice is named by the lowest hash of its clips' samples, so neither paths nor the order of lines matter.
             names = np.full(len(clusters), np.iinfo(np.uint64).max)
             np.minimum.at(names, clusters, map_stored_array(run.product("voices.embed/content"))[:, 0])
             save_array(run.plan_folder / "names.npy", names)
@@ -313,7 +313,7 @@ class VoicesProcessor(Processor):
     _stage: Final = VoicesStage.kind
 
     def _judge(self, utterance: Utterance, similarities: np.ndarray, nearest: int) -> list[dict[str, Any]]:
-        """Return the findings about a clip, as they are listed in ``labels.jsonl``."""
+        """Return the findings about a clip, in the form of the lines of ``labels.jsonl``."""
         (own, other), (turn, at) = similarities.tolist(), self._embedded["turn"][utterance.index].tolist()
         segment, found = utterance.segment, list[dict[str, Any]]()
         clip = {
@@ -330,10 +330,10 @@ class VoicesProcessor(Processor):
         return found
 
     def _name(self, utterance: Utterance, found: list[dict[str, Any]], nearest: int) -> bool:
-        """Give an utterance the speaker whose voice it has, if the configuration asks for that.
+        """Set the speaker of an utterance according to its voice, if the configuration asks for it.
 
         Returns:
-            True if the utterance moves to the group of the nearest voice, which then is its own.
+            True if the utterance moves to the group of the nearest voice, so that ``own`` and ``other`` swap.
         """
         wrong = False
         if self._names is not None:
@@ -355,7 +355,7 @@ class VoicesProcessor(Processor):
         return wrong
 
     def _voice_of(self, line: int) -> int | None:
-        """Return the number of the voice that is the cluster of a line; None if its cluster is no voice."""
+        """Return the row in ``voices`` of a line's cluster; None if the cluster is too small to be a voice."""
         voices, group = self._labels.voices, int(self._groups[line])
         begin, end = np.searchsorted(voices["group"], [group, group + 1])
         found = begin + np.flatnonzero(voices["cluster"][begin:end] == self._clusters[line])

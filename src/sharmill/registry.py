@@ -190,7 +190,7 @@ ROUNDS: Final = Registry(
     "",
     {
         "voices.embed": "sharmill.voices.embed:EmbedStage",
-        "voices.cluster": "sharmill.voices.stage:ClusterStage",
+        "voices.cluster": "sharmill.voices.cluster:ClusterStage",
         "encode.segments": "sharmill.encode.survey:SurveyStage",
         "encode.shards": "sharmill.encode.stage:ShardsStage",
     },

@@ -18,7 +18,7 @@ from sharmill.manifest import tagged_speaker
 from sharmill.pipeline import check_config
 from sharmill.report.facts import read_run_facts
 from sharmill.report.labels import make_labels
-from sharmill.voices import stage as voices_stage
+from sharmill.voices import cluster
 
 # Pitches in Hz whose similarities in PitchEncoder are below 0.6: the angles are 0.2, 1.4, 2.6 and 3.8.
 PITCHES = {"anna": 200, "bob": 1400, "carl": 2600, "dora": 3800}
@@ -152,7 +152,7 @@ def test_speakers_are_found_without_labels(project, within):
         assert [one["reason"] for one in project.rejects("match")] == ["single_utterance_speaker"]
     # The names depend neither on the order of the records nor on the sizes of units and blocks.
     project.records = [project.records[number] for number in np.random.default_rng(0).permutation(9)]
-    with mock.patch.object(voices_stage, "BLOCK", 3), mock.patch.object(voices_stage, "_LINES_PER_UNIT", (2, 4)):
+    with mock.patch.object(cluster, "BLOCK", 3), mock.patch.object(cluster, "_UNIT_LINES", 4):
         again = run_stages(project, voices={"labels": "find", "within": within}, restart=True)
     if within == "recording":
         assert speakers(again) == names

@@ -1,159 +1,113 @@
-"""Clusters of voice embeddings: clips that sound like one voice.
-
-The two clusters whose clips have the highest mean similarity are merged, as long as it reaches a limit (average
-linkage, UPGMA). This mean is the dot product of the clusters' mean vectors, so clusters of any size are merged from
-their means alone. Merges are found by nearest-neighbour chains (F. Murtagh, "A survey of recent advances in
-hierarchical clustering algorithms", The Computer Journal 26(4), 1983), which give the same clusters as always merging
-the most similar pair.
-"""
+"""Second round of the stage ``voices``: the clips of each group, clustered by voice."""
 
 from collections.abc import Iterator
-from typing import Final
+from itertools import pairwise
+from typing import Any, Final
 
+import msgspec
 import numpy as np
 
-# Similarities are rounded to multiples of 2**-24, because the rounding errors of a product depend on the library.
-STEPS: Final = 2.0**24
-# Maximum number of vectors whose similarities are computed together: a matrix of 128 MiB.
-BLOCK: Final = 4096
-# Minimum number of clips of a core with which less similar cores are merged.
-CORE: Final = 3
-# The search ends if the third or a later division leaves more than this share of the clusters, or after this number
-# of divisions.
-_SHRINKS: Final = 0.99
-_MOST_PASSES: Final = 12
+from sharmill.config import Config
+from sharmill.engine.stage import Advance, Processor, Stage, StageRun, versions
+from sharmill.engine.unit import Output, Totals, Unit, add_up, make_unit
+from sharmill.files.arrays import load_stored_array, map_stored_array, publish_array, save_array
+from sharmill.files.staging import Staging
+from sharmill.match.groups import divide
+from sharmill.stages.lines import FIRST_OF_GROUP, column, identify_manifest, order_by_group
+from sharmill.voices.config import VoicesConfig
+from sharmill.voices.linkage import BLOCK, link_cores
+from sharmill.voices.similarity import core_similarity, voice_similarity
+
+# The number of lines in a unit.
+_UNIT_LINES: Final = 16_384
 
 
-def link_average(means: np.ndarray, sizes: np.ndarray, least: float) -> np.ndarray:
-    """Cluster vectors by average linkage; return the number of the first vector of each vector's cluster.
+class ClusterStage(Stage):
+    """The round that clusters the clips of each group by voice. A unit is a span of clips ordered by group.
 
-    Args:
-        means: (N, D) mean of the unit vectors of each item's clips; the mean itself is not normalized.
-        sizes: (N,) number of clips of each item.
-        least: minimum mean similarity of two clusters that are merged.
-
-    Returns:
-        (N,) int64.
+    A group is a speaker group or, with ``labels: find``, the clips in which a voice is searched for (``within``). A
+    large group is clustered in parts, whose clusters are merged at the end of the round.
     """
-    rows = np.asarray(means, np.float64)
-    similar = np.rint(rows @ rows.T * STEPS) / STEPS
-    np.fill_diagonal(similar, -np.inf)
-    sizes, first, chain = np.array(sizes, np.float64), np.arange(len(rows)), list[int]()
-    for start in range(len(rows)):
-        if first[start] == start and not chain:
-            chain.append(start)
-        while chain:
-            tip = chain[-1]
-            near = int(similar[tip].argmax())
-            if len(chain) > 1 and similar[tip, chain[-2]] == similar[tip, near]:
-                near = chain[-2]  # among equally similar neighbours, the previous one ends the chain
-            if similar[tip, near] < least:
-                # Merges of other clusters cannot raise this similarity, so this cluster is complete.
-                similar[:, chain.pop()] = -np.inf
-            elif len(chain) > 1 and near == chain[-2]:
-                del chain[-2:]
-                _merge(similar, sizes, *sorted((tip, near)))
-                first[first == max(tip, near)] = min(tip, near)
-                if not chain and min(tip, near) <= start:
-                    chain.append(min(tip, near))
-            else:
-                chain.append(near)
-    return first
+
+    kind = "voices.cluster"
+    is_cheap = True
+    section = VoicesConfig
+    after = ("prepare", "voices.embed")
+    cost_unit = "records"
+
+    def identity(self, run: StageRun) -> dict[str, Any]:
+        # A changed encoder gives a file of the same size, so the embeddings are identified by their checksum.
+        embedded = run.totals_of("voices.embed", "embedding", "manifest")
+        return {
+            "similarities": [core_similarity(run.config), voice_similarity(run.config)],
+            "groups": identify_manifest(run, "prepare"),
+            "embeddings": embedded.products["embedding"].xxh3,
+            "versions": versions("numpy"),
+        }
+
+    def plan(self, run: StageRun) -> Iterator[Unit]:
+        firsts = column(run, "prepare", FIRST_OF_GROUP)
+        order = order_by_group(firsts)
+        save_array(run.plan_folder / "order.npy", order)
+        spans = divide(np.ones(len(order)), firsts[order], unit_seconds=_UNIT_LINES, max_group=BLOCK)
+        for number, (start, stop) in enumerate(spans):
+            yield make_unit(number, cost=float(stop - start), size=stop - start, params={"start": start, "stop": stop})
+
+    def expect_units(self, run: StageRun, num_records: float, cost: float) -> int:
+        return max(1, round(num_records / _UNIT_LINES))
+
+    def open(self, run: StageRun, device: str) -> Processor:
+        return ClusterProcessor(run)
+
+    def finalize(self, run: StageRun) -> Totals:
+        order, firsts = load_stored_array(run.plan_folder / "order.npy"), column(run, "prepare", FIRST_OF_GROUP)
+        found = np.empty(len(order), np.uint32)
+        for unit, commit in zip(run.units, run.commits, strict=True):
+            lines = order[unit.params["start"] : unit.params["stop"]]
+            found[lines] = load_stored_array(run.root / commit.files[0].name)
+        sizes = np.bincount(firsts, minlength=1) if len(firsts) else np.zeros(0, np.int64)
+        embeddings = map_stored_array(run.product("voices.embed/embedding"))
+        ordered = firsts[order]
+        for group in np.flatnonzero(sizes > BLOCK):
+            lines = order[slice(*np.searchsorted(ordered, [group, group + 1]))]
+            found[lines] = _merge_clusters(run.config, embeddings, lines, found[lines])
+        run.dir.merged.mkdir(exist_ok=True)
+        path = run.dir.merged / "clusters.npy"
+        publish_array(path, found.dtype, found.shape, [found])
+        return msgspec.structs.replace(add_up(run.commits), products=run.record_products(clusters=path))
 
 
-def _merge(similar: np.ndarray, sizes: np.ndarray, kept: int, gone: int) -> None:
-    """Replace two clusters by one in the similarities (N, N) and sizes (N,)."""
-    total = sizes[kept] + sizes[gone]
-    merged = (sizes[kept] * similar[kept] + sizes[gone] * similar[gone]) / total
-    merged[[kept, gone]] = -np.inf
-    similar[kept] = similar[:, kept] = merged
-    similar[gone] = similar[:, gone] = -np.inf
-    sizes[kept] = total
+def _merge_clusters(config: Config, embeddings: np.ndarray, lines: np.ndarray, clusters: np.ndarray) -> np.ndarray:
+    """Merge the clusters (N,) of a group that was clustered in parts, and return the new clusters (N,)."""
+    heads, numbers, counts = np.unique(clusters, return_inverse=True, return_counts=True)
+    sums = np.zeros((len(heads), embeddings.shape[1]))
+    for start in range(0, len(lines), BLOCK):
+        np.add.at(sums, numbers[start : start + BLOCK], embeddings[lines[start : start + BLOCK]].astype(np.float64))
+    merged = link_cores(sums / counts[:, None], counts, core_similarity(config), voice_similarity(config))
+    return np.asarray(heads[merged][numbers])
 
 
-def link_blocks(means: np.ndarray, sizes: np.ndarray, least: float, block: int = BLOCK) -> np.ndarray:
-    """Cluster any number of vectors as ``link_average`` does, with memory for one block of similarities.
+class ClusterProcessor(Processor):
+    """Processor that clusters the clips of spans of groups, in one rank."""
 
-    More than ``block`` vectors are clustered approximately: a tree of random divisions brings similar vectors into the
-    same block. The resulting clusters are divided again by another tree, until few more of them are merged.
+    def __init__(self, run: StageRun) -> None:
+        self._order = map_stored_array(run.plan_folder / "order.npy")
+        self._firsts = column(run, "prepare", FIRST_OF_GROUP)
+        self._embeddings = map_stored_array(run.product("voices.embed/embedding"))
+        self._sizes = np.bincount(self._firsts, minlength=1)
+        self._core, self._least = core_similarity(run.config), voice_similarity(run.config)
 
-    Args:
-        means, sizes, least: as for ``link_average``.
-        block: maximum number of vectors in a block.
-    """
-    cluster = np.arange(len(means))
-    means, sizes = np.array(means, np.float32), np.array(sizes, np.float64)
-    heads = cluster
-    for seed in range(_MOST_PASSES):
-        found = np.empty_like(heads)
-        for rows in divide_similar(means[heads], block, np.random.default_rng(seed)):
-            found[rows] = rows[link_average(means[heads[rows]], sizes[heads[rows]], least)]
-        heads, merged = _sum_clusters(means, sizes, heads, found)
-        cluster = merged[cluster]
-        if len(found) <= block or (seed > 1 and len(heads) > _SHRINKS * len(found)):
-            break
-    return cluster
-
-
-def link_cores(means: np.ndarray, sizes: np.ndarray, strict: float, least: float) -> np.ndarray:
-    """Cluster clips into cores of very similar clips, then merge less similar cores; see ``link_blocks``.
-
-    Cores are merged only if one of them has at least ``CORE`` clips. Otherwise, two of many speakers who happen to
-    sound alike would become one cluster.
-
-    Args:
-        means, sizes: as for ``link_average``.
-        strict: minimum mean similarity of the clips of a core. If it is at most ``least``, the cores are the result.
-        least: minimum mean similarity of cores that are merged.
-    """
-    cores = link_blocks(means, sizes, strict)
-    if strict <= least:
-        return cores
-    heads, numbers = np.unique(cores, return_inverse=True)
-    counts = np.bincount(numbers, sizes, len(heads))
-    sums = np.zeros((len(heads), means.shape[1]))
-    np.add.at(sums, numbers, means * sizes[:, None])
-    merged = link_blocks(sums / np.maximum(counts, 1)[:, None], counts, least)
-    largest = np.zeros(len(heads))
-    np.maximum.at(largest, merged, counts)
-    kept = np.where(largest[merged] >= CORE, merged, np.arange(len(heads)))
-    return np.asarray(heads[kept][numbers])
-
-
-def _sum_clusters(
-    means: np.ndarray, sizes: np.ndarray, heads: np.ndarray, found: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
-    """Store the mean and size of each new cluster at its first member.
-
-    Args:
-        heads: (H,) the vector that represents each old cluster.
-        found: (H,) for each old cluster, the position in ``heads`` of the first member of its new cluster.
-
-    Returns:
-        The vectors that represent the new clusters; and an array (N,) that maps the vector of each old cluster to the
-        vector of its new cluster.
-    """
-    goals, merged = heads[found], np.arange(len(means))
-    merged[heads] = goals
-    moved = goals != heads
-    for gone, kept in zip(heads[moved], goals[moved], strict=True):
-        total = sizes[kept] + sizes[gone]
-        means[kept] = (sizes[kept] * means[kept] + sizes[gone] * means[gone]) / total
-        sizes[kept] = total
-    return np.unique(goals), merged
-
-
-def divide_similar(means: np.ndarray, block: int, random: np.random.Generator) -> Iterator[np.ndarray]:
-    """Divide vectors (N, D) into parts of at most ``block``, and yield the row numbers of each part in ascending order.
-
-    Vectors are divided at the median of their projections on the difference of two random ones.
-    """
-    parts = [np.arange(len(means))]
-    while parts:
-        rows = parts.pop()
-        if len(rows) <= block:
-            yield np.sort(rows)
-            continue
-        one, other = means[random.choice(rows, 2, replace=False)].astype(np.float64)
-        order = np.argsort(np.rint(means[rows] @ (one - other) * STEPS), kind="stable")
-        parts += [rows[order[len(rows) // 2 :]], rows[order[: len(rows) // 2]]]
+    def process(self, unit: Unit, staging: Staging, advance: Advance) -> Output:
+        lines = self._order[unit.params["start"] : unit.params["stop"]]
+        firsts, found = self._firsts[lines], np.array(lines)
+        begins = np.flatnonzero(np.diff(firsts.astype(np.int64), prepend=-1))
+        for begin, end in pairwise([*begins.tolist(), len(lines)]):
+            rows = np.asarray(self._embeddings[lines[begin:end]], np.float64)
+            # In parts of a large group, only cores are found; they are merged at the end of the round.
+            least = self._least if self._sizes[firsts[begin]] <= BLOCK else self._core
+            clusters = link_cores(rows, np.ones(len(rows)), self._core, least)
+            found[begin:end] = lines[begin:end][clusters]
+            advance(float(end - begin))
+        name = f"parts/{unit.index:06d}.npy"
+        save_array(staging.path(name), found)
+        return Output(files=[name], num_out=unit.size)

@@ -11,9 +11,10 @@ from scipy.spatial.distance import squareform
 from support.project import examples
 
 from sharmill.voices import compare
-from sharmill.voices.cluster import link_average, link_blocks
-from sharmill.voices.compare import compare_with_voices, find_voices
+from sharmill.voices.compare import compare_with_voices
+from sharmill.voices.find import find_voices
 from sharmill.voices.labels import find_lowest_similarity
+from sharmill.voices.linkage import link_average, link_blocks
 
 
 def unit(rows):

@@ -127,6 +127,7 @@ def test_merged_and_divided_speakers_are_found_and_corrected(project):
     (several,), (one,) = findings(project, "several_voices"), findings(project, "one_voice")
     assert several["group"] == "anna"
     assert [voice["clips"] for voice in several["voices"]] == [4, 4]
+    assert several["num_voices"] == 2
     assert several["similarity"] < 0.6
     assert one["groups"] == ["carl0", "carl1"]
     assert not findings(project, "wrong_voice")

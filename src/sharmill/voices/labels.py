@@ -16,6 +16,8 @@ from sharmill.voices.similarity import least_similarity
 
 # Number of similarities that are computed together, 128 MiB, because a group may have as many voices as clips.
 _BLOCK: Final = 1 << 24
+# Voices that a finding about a group lists, the largest first.
+_MOST_LISTED: Final = 20
 
 
 class Labels:
@@ -77,12 +79,14 @@ class Labels:
             rows = [row for row in range(begin, end) if voices["is_main"][row] or not elsewhere(row)]
             similarity = self._lowest_similarity(rows)
             if similarity < self._least:
+                largest = sorted(rows, key=lambda row: -int(voices["size"][row]))[:_MOST_LISTED]
+                listed = [
+                    {"clips": int(voices["size"][row]), "example": self._example(int(voices["cluster"][row]))}
+                    for row in largest
+                ]
                 yield {
                     "finding": "several_voices", "group": self.group_of(group), "similarity": similarity,
-                    "voices": [
-                        {"clips": int(voices["size"][row]), "example": self._example(int(voices["cluster"][row]))}
-                        for row in rows
-                    ],
+                    "num_voices": len(rows), "voices": listed,
                 }  # fmt: skip
         for rows in by_voice.values():
             groups = list(dict.fromkeys(voices["group"][rows].tolist()))

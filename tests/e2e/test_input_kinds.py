@@ -540,7 +540,7 @@ def _kind_of(record: Any) -> str:
 ELSEWHERE = {
     "filtered", "no_similar_context", "no_long_context", "only_copies", "unsupported_cut", "overlapped_speech",
     "ambiguous_audio", "already_there", "bad_context", "too_long_for_device", "bad_codes",
-    "wrong_voice", "mixed_voices",
+    "wrong_voice", "mixed_voices", "no_speech",
 }  # fmt: skip
 
 

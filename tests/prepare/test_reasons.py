@@ -26,7 +26,7 @@ LATER = {
     "unsupported_rate", "non_finite_audio", "silent_audio", "changed_audio", "single_utterance_speaker",
     "no_similar_context", "no_long_context", "only_copies", "unsupported_cut", "overlapped_speech",
     "ambiguous_audio", "bad_context", "too_long_for_device", "bad_codes", "over_full_scale",
-    "wrong_voice", "mixed_voices",
+    "wrong_voice", "mixed_voices", "no_speech",
 }  # fmt: skip
 MISSING = ...
 

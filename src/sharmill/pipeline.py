@@ -26,6 +26,7 @@ from sharmill.executors.local import ConfiguredExecutor
 from sharmill.executors.slurm.queue import require_no_jobs
 from sharmill.files.atomic import remove, require_writable, write_atomic
 from sharmill.files.disk import disk_errors
+from sharmill.files.location import is_url
 from sharmill.files.stored import read_stored
 from sharmill.grow.join import append_dataset, require_fitting
 from sharmill.rates import ranks_of_use
@@ -121,6 +122,8 @@ def check_config(config: Config, stages: Sequence[str] | None = None, *, restart
         ),
         code="missing_key",
     )
+    for key, folder in (("run_dir", config.run_dir), ("dataset_dir", config.dataset_dir)):
+        refuse((is_url(folder), f"{key} is a URL; name a folder, and copy the dataset with sharmill publish"))
     every = make_stages(config)
     for stage in stage_classes(config).values():
         if issubclass(stage, ChecksConfig):

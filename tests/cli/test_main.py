@@ -96,6 +96,20 @@ def error_line(call):
         (["rnu", "c.yaml"], ["'rnu'", "'run'", "sharmill --help"]),
         (["tune-btach"], ["'tune-btach'", "'tune-batch'", "sharmill --help"]),
         (["xyz"], ["'xyz'", "sharmill --help"]),
+        (["run", "{good}", "dataset_dir=s3://bucket/data"], ["dataset_dir is a URL", "sharmill publish"]),
+        (["run", "{good}", "run_dir=gs://bucket/run"], ["run_dir is a URL"]),
+        *(
+            ([*command, "s3://bucket/out"], ["s3://bucket/out is a URL"])
+            for command in (
+                ["split", "a", "--by-speaker"],
+                ["merge", "a", "b"],
+                ["export", "a", "--to", "nemo_codes"],
+                ["demo"],
+                ["report", "a", "-o"],
+                ["sidecars", "a", "--into"],
+                ["validate", ".", "--json"],
+            )
+        ),
     ],
 )
 def test_wrong_use_of_commands_ends_with_one_line(arguments, names, config, error_line, tmp_path):

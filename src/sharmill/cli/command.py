@@ -17,6 +17,7 @@ from rich.text import Text
 
 from sharmill.config import Config, load_config, resolve_stage
 from sharmill.errors import ConfigError, printable_line, refuse
+from sharmill.files.location import is_url
 
 OK: Final = 0
 FAILED: Final = 1
@@ -26,6 +27,15 @@ _FORMER_STAGES: Final = {"survey": "encode.segments", "assemble": "encode.shards
 _SURROGATE: Final = re.compile("[\ud800-\udfff]")
 # A path such as data/lang=en/config.yaml contains a "=" too, but no key precedes it.
 _OVERRIDE = re.compile(r"[\w.\[\]-]*=")
+
+
+class LocalPath(click.Path):
+    """Path of an output. A URL is refused, because it would become a local folder called ``s3:``."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if is_url(str(value)):
+            self.fail(f"{value} is a URL; name a path on this machine", param, ctx)
+        return super().convert(value, param, ctx)
 
 
 def combine_exit_codes(statuses: Iterable[int]) -> int:

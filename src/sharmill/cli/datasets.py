@@ -11,6 +11,7 @@ from sharmill.audio.encoding import count_clipped
 from sharmill.cli.command import (
     FAILED,
     OK,
+    LocalPath,
     describe_cost,
     echo,
     echo_all,
@@ -90,7 +91,7 @@ def append(arguments: tuple[str, ...], copy: bool) -> int:
 
 
 @click.command()
-@click.argument("datasets", nargs=-1, required=True, metavar="DATASET... OUT", type=click.Path(path_type=str))
+@click.argument("datasets", nargs=-1, required=True, metavar="DATASET... OUT", type=LocalPath(path_type=str))
 @click.option("--copy", is_flag=True, help="Copy files instead of hard-linking them where possible.")
 @click.option("--name", help="Name of the new dataset (default: the name of its folder).")
 @json_option
@@ -112,7 +113,7 @@ def merge(datasets: tuple[str, ...], copy: bool, name: str | None) -> None:
 
 @click.command()
 @click.argument("dataset", type=click.Path(path_type=str))
-@click.argument("out", type=click.Path(path_type=str))
+@click.argument("out", type=LocalPath(path_type=str))
 @click.option("--by-speaker", is_flag=True, required=True, help="Assign each speaker to exactly one split.")
 @click.option("--valid", metavar="SHARE", help="Share of the audio for valid, as in 1%.")
 @click.option("--test", metavar="SHARE", help="Share of the audio for test.")
@@ -174,7 +175,7 @@ def index(dataset: str, name: str | None, codecs: tuple[str, ...]) -> None:
 
 @click.command()
 @click.argument("dataset", type=click.Path(path_type=str))
-@click.option("--into", type=click.Path(path_type=str), metavar="DIR", help="Folder to write to (default: DATASET).")
+@click.option("--into", type=LocalPath(path_type=str), metavar="DIR", help="Folder to write to (default: DATASET).")
 def sidecars(dataset: str, into: str | None) -> None:
     """Write lhotse 2 index files for a dataset.
 
@@ -186,7 +187,7 @@ def sidecars(dataset: str, into: str | None) -> None:
 
 @click.command()
 @click.argument("dataset", type=click.Path(path_type=Path))
-@click.argument("out", type=click.Path(path_type=Path))
+@click.argument("out", type=LocalPath(path_type=Path))
 @click.option("--to", "form", required=True, metavar="FORM",
               help="nemo_codes: a NeMo manifest with one file of codes per utterance; "
                    "nemo_tarred: NeMo's tarred audio.")  # fmt: skip
@@ -235,7 +236,7 @@ _COLUMNS = ("cut", "s", "context s", "similarity", "speaker", "text")
 @click.argument("directory", metavar="RUN_DIR|DATASET", type=click.Path(path_type=Path))
 @click.option("--codec-model", "models", multiple=True, metavar="CODEC=MODEL", callback=parse_pairs,
               help="Model to decode a codec with, unless the codec is built in.")  # fmt: skip
-@click.option("-o", "--output", type=click.Path(path_type=Path), metavar="FILE.html",
+@click.option("-o", "--output", type=LocalPath(path_type=Path), metavar="FILE.html",
               help="Output file (default: report.html in the run directory, or here for a dataset).")  # fmt: skip
 @json_option
 def report(directory: Path, output: Path | None, models: dict[str, str]) -> None:
@@ -264,7 +265,7 @@ def report(directory: Path, output: Path | None, models: dict[str, str]) -> None
 @click.argument("source", metavar="DATASET|URL")
 @click.argument("cut_id", required=False)
 @click.option("--shard", "shard_index", type=click.IntRange(min=0), metavar="N", help="List the cuts of a shard.")
-@click.option("--export", "folder", type=click.Path(path_type=Path), metavar="FOLDER",
+@click.option("--export", "folder", type=LocalPath(path_type=Path), metavar="FOLDER",
               help="Write the cut, its audio and its codes to this folder.")  # fmt: skip
 @json_option
 def inspect(source: str, cut_id: str | None, shard_index: int | None, folder: Path | None) -> None:
@@ -321,7 +322,7 @@ def _show_shard(directory: Location, shard: ShardRecord) -> None:
 @click.command()
 @click.argument("dataset", type=click.Path(path_type=Path))
 @click.option("--cut", "cut_id", required=True, metavar="ID", help="Id of the cut.")
-@click.option("-o", "--output", required=True, type=click.Path(path_type=Path), metavar="FILE.wav",
+@click.option("-o", "--output", required=True, type=LocalPath(path_type=Path), metavar="FILE.wav",
               help="Output file: .wav, .flac, .mp3 or .opus.")  # fmt: skip
 @click.option("--codec", help="Codec to decode, if the dataset has several.")
 @click.option("--context", is_flag=True, help="Decode the codes of the context instead of the target.")

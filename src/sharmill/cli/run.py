@@ -16,6 +16,7 @@ from sharmill.cli.command import (
     FAILED,
     FINDINGS,
     OK,
+    LocalPath,
     combine_exit_codes,
     current_name,
     echo,
@@ -231,7 +232,7 @@ def read_redo_report(path: str | None, configs: Sequence[Config], *, restart: bo
 
 
 @click.command()
-@click.argument("directory", default="demo", type=click.Path(path_type=str))
+@click.argument("directory", default="demo", type=LocalPath(path_type=str))
 @click.argument("overrides", nargs=-1, metavar="[KEY=VALUE...]")
 @json_option
 def demo(directory: str, overrides: tuple[str, ...]) -> int:

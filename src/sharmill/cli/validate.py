@@ -9,6 +9,7 @@ import click
 from sharmill.cli.command import (
     FINDINGS,
     OK,
+    LocalPath,
     combine_exit_codes,
     load_configs,
     parse_pairs,
@@ -43,7 +44,7 @@ from sharmill.validate.stage import Subject, ValidateConfig, ValidateStage
 @click.option("--rejects", multiple=True, metavar="FILE", help="rejects.jsonl of a run directory, for --against.")
 @click.option("--audio-root", "audio_roots", multiple=True, metavar="DIR",
               help="Root of absolute paths in the manifests, for --against.")  # fmt: skip
-@click.option("--json", "json_file", type=click.Path(path_type=str), help="Write the whole report to this file.")
+@click.option("--json", "json_file", type=LocalPath(path_type=str), help="Write the whole report to this file.")
 @workers_option
 def validate(
     arguments: tuple[str, ...], workers: int | Literal["auto"], deep: bool, recheck_codes: str, models: dict[str, str],

@@ -53,6 +53,7 @@ def _config(work: Path, changes: dict[str, Any]) -> Config:
     project.run_dir, project.dataset = work / "run", work / "dataset"
     values: dict[str, Any] = {
         "prepare": {"min_duration": 0.0, "unit_records": 4}, "match": _MATCH,
+        "voices": {"window_seconds": 0.1},
         "write": {"shard_size": 3}, "encode": {"codecs": [_TOY]}, "executor": {"workers": 1, "device": "cpu"},
     }  # fmt: skip
     return project.configure(**values | changes)
@@ -65,7 +66,7 @@ def _run(work: Path, *stages: str, restart: bool = False, **changes: Any) -> Non
 
 def _of_stage(name: str, *before: str) -> PoweredRun:
     """Return the run of one stage after the stages in ``before``."""
-    datasets = [] if name in ("prepare", "match") else ["dataset"]
+    datasets = [] if name in ("prepare", "voices", "match") else ["dataset"]
     return PoweredRun(
         name, lambda work: _run(work, *before) if before else None, lambda work: _run(work, name), datasets
     )

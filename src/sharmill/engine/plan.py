@@ -231,13 +231,14 @@ def discard_stage(stage: StageRun) -> None:
         dependents = dependent_folders(stage)
         for paths in (stage.dir, *dependents):
             remove_fences(paths, stage.root)
-        products = _find_products(stage)
-        remove(stage.dir.done)
         # If there is no plan, the published files may belong to another run.
-        if stage.dir.token_file.exists():
-            remove(*products)
-            if stage.publication is not None:
-                stage.publication.discard()
+        is_planned = stage.dir.token_file.exists()
+        if is_planned:
+            # The totals name the products, so they are removed after them.
+            remove(*_find_products(stage))
+        remove(stage.dir.done)
+        if is_planned and stage.publication is not None:
+            stage.publication.discard()
         for paths in (*dependents, stage.dir):
             _remove_files(paths)
 

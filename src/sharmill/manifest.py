@@ -513,3 +513,8 @@ def read_lines_at(path: Path, offsets: np.ndarray) -> list[bytes]:
                 )
             lines[position] = line.rstrip(b"\n")
     return lines
+
+
+def read_utterances_at(path: Path, offsets: np.ndarray) -> list[Utterance]:
+    """Return the utterances of the lines that ``read_lines_at`` returns."""
+    return [Utterance.from_json(line) for line in read_lines_at(path, offsets)]

@@ -69,6 +69,12 @@ class PendingSegments:
     once: SegmentsOnce[np.ndarray, tuple[str, int, AudioNotes]]
     feed: Feed[RecordingSegments, Any]
 
+    def count_seconds(self) -> dict[str, float]:
+        """Return the seconds of audio to embed, with and without padding, for the statistics of a unit."""
+        # The first segment of each batch is its longest.
+        padded = sum(len(batch) * self.items[batch[0]].duration for batch in self.batches)
+        return {"padded_seconds": padded, "embedded_seconds": sum(segment.duration for segment in self.items)}
+
 
 @dataclass(frozen=True)
 class _ResampledSegment:

@@ -305,9 +305,7 @@ class MatchProcessor(AheadProcessor[_Begun]):
         save_array(staging.path(f"parts/{unit.index:06d}.npy"), columns)
         stats = {
             "seconds": sum(utterance.segment.duration for utterance in matched),
-            # The first segment of each batch is its longest.
-            "padded_seconds": sum(len(batch) * wanted.items[batch[0]].duration for batch in wanted.batches),
-            "embedded_seconds": sum(segment.duration for segment in wanted.items),
+            **wanted.count_seconds(),
             "feeder_seconds": self.feeders.take_cpu_seconds(),
             "voices": sample_voices(
                 ((self._chooser.group_key(group[0]), _embeddings(group, found)) for group in groups),

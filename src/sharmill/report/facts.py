@@ -8,6 +8,7 @@ sample. Unreadable items are counted.
 
 import heapq
 import os
+from bisect import insort
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -394,7 +395,7 @@ def read_run_facts(
             run.measures = measures
         elif stage.kind == "voices" and facts.totals:
             path = stage.product("voices/labels")
-            run.labels = [one for kind in LABEL_FINDINGS for one in _clearest(read_records(path, LabelFinding), kind)]
+            run.labels = _clearest(read_records(path, LabelFinding))
         elif stage.kind == "encode.segments" and facts.totals:
             # The rows after the first one are contexts, if the dataset has contexts.
             uses = np.bincount(np.ravel(map_stored_array(stage.product("encode.segments/numbers"))[1:]))
@@ -475,10 +476,14 @@ class LabelFinding(msgspec.Struct):
     voices: list[dict[str, Any]] = []
 
 
-def _clearest(findings: Iterable[LabelFinding], kind: str) -> list[LabelFinding]:
-    """Return the findings of a kind with the lowest margin or similarity."""
-    found = (one for one in findings if one.finding == kind)
-    return heapq.nsmallest(_LABELS_SHOWN, found, key=lambda one: (one.margin or one.similarity, one.id, one.group))
+def _clearest(findings: Iterable[LabelFinding]) -> list[LabelFinding]:
+    """Return the findings with the lowest margin or similarity, ordered by kind."""
+    kept: dict[str, list[LabelFinding]] = {kind: [] for kind in LABEL_FINDINGS}
+    for one in findings:
+        if (best := kept.get(one.finding)) is not None:
+            insort(best, one, key=lambda one: (one.margin or one.similarity, one.id, one.group))
+            del best[_LABELS_SHOWN:]
+    return [one for best in kept.values() for one in best]
 
 
 class _Hours(msgspec.Struct):

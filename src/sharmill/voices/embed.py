@@ -18,7 +18,7 @@ from sharmill.errors import REASONS_OF_NODES, RejectRecord
 from sharmill.files.arrays import load_stored_array, map_stored_array, publish_array, save_array
 from sharmill.files.atomic import open_new
 from sharmill.files.staging import Staging
-from sharmill.manifest import Utterance, read_lines_at
+from sharmill.manifest import Utterance, read_utterances_at
 from sharmill.match.choose import encoder_family
 from sharmill.match.config import MatchConfig
 from sharmill.match.embed import Embedder, PendingSegments, to_array
@@ -115,7 +115,7 @@ class EmbedProcessor(AheadProcessor[_Begun]):
 
     def begin(self, unit: Unit) -> _Begun:
         lines = np.arange(unit.params["start"], unit.params["stop"])
-        utterances = list(map(Utterance.from_json, read_lines_at(self._manifest, self._offsets[lines])))
+        utterances = read_utterances_at(self._manifest, self._offsets[lines])
         return utterances, self._embed.begin(list(dict.fromkeys(one.segment for one in utterances)))
 
     def process(self, unit: Unit, staging: Staging, advance: Advance) -> Output:
@@ -141,8 +141,7 @@ class EmbedProcessor(AheadProcessor[_Begun]):
             stream.write(b"".join(msgspec.json.encode(row) + b"\n" for row in lost))
         stats = {
             "seconds": sum(utterance.segment.duration for utterance in utterances),
-            "padded_seconds": sum(len(batch) * wanted.items[batch[0]].duration for batch in wanted.batches),
-            "embedded_seconds": sum(segment.duration for segment in wanted.items),
+            **wanted.count_seconds(),
             "feeder_seconds": self.feeders.take_cpu_seconds(),
         }
         files = [f"{name}.{kind}" for kind in ("jsonl", "npy", "embeddings.npy", "unusable.jsonl")]

@@ -9,7 +9,7 @@ import numpy as np
 
 from sharmill.engine.stage import StageRun
 from sharmill.files.arrays import map_stored_array
-from sharmill.manifest import Utterance, read_lines_at, tagged_speaker
+from sharmill.manifest import Utterance, read_utterances_at, tagged_speaker
 from sharmill.stages.lines import OFFSET, column, hash_group
 from sharmill.stages.speaker_key import key_of, make_speaker_key
 from sharmill.voices.similarity import least_similarity
@@ -37,7 +37,7 @@ class Labels:
 
     def read(self, lines: np.ndarray) -> list[Utterance]:
         """Return the utterances of lines (N,) of the manifest."""
-        return list(map(Utterance.from_json, read_lines_at(self._manifest, self._offsets[lines])))
+        return read_utterances_at(self._manifest, self._offsets[lines])
 
     def first_of(self, line: int) -> Utterance:
         """Return the utterance of a line that is the first of a group or cluster; it is kept for later calls."""

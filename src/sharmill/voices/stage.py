@@ -98,12 +98,10 @@ class VoicesStage(Stage):
     def plan(self, run: StageRun) -> Iterator[Unit]:
         clusters = map_stored_array(run.product("voices.cluster/clusters"))
         embeddings = map_stored_array(run.product("voices.embed/embedding"))
-        is_audit = run.settings.labels == "audit"
-        groups = column(run, "prepare", FIRST_OF_GROUP) if is_audit else clusters
-        voices, directions = find_voices(embeddings, clusters, groups, voice_similarity(run.config))
+        voices, directions = find_voices(embeddings, clusters, _groups(run, clusters), voice_similarity(run.config))
         save_array(run.plan_folder / "voices.npy", voices)
         save_array(run.plan_folder / "directions.npy", directions)
-        if not is_audit:
+        if run.settings.labels == "find":
             # A voice is named by the lowest hash of its clips' samples, so neither paths nor the order of lines matter.
             names = np.full(len(clusters), np.iinfo(np.uint64).max)
             np.minimum.at(names, clusters, map_stored_array(run.product("voices.embed/content"))[:, 0])
@@ -153,6 +151,11 @@ class VoicesStage(Stage):
         return finish_manifest(run, manifest, products | {"labels": labels}, totals, **facts)
 
 
+def _groups(run: StageRun, clusters: np.ndarray) -> np.ndarray:
+    """Return the first line of each line's group (N,): its speaker group, or its cluster where speakers are found."""
+    return column(run, "prepare", FIRST_OF_GROUP) if run.settings.labels == "audit" else clusters
+
+
 class VoicesProcessor(Processor):
     """Processor that compares the clips of spans of lines with all voices, in one rank.
 
@@ -169,9 +172,9 @@ class VoicesProcessor(Processor):
         self._directions = torch.from_numpy(np.array(self._labels.directions)).to(device)
         self._embedded = {name: map_stored_array(run.product(f"voices.embed/{name}")) for name in ARRAYS}
         self._clusters = map_stored_array(run.product("voices.cluster/clusters"))
-        is_audit = self._settings.labels == "audit"
-        self._groups = column(run, "prepare", FIRST_OF_GROUP) if is_audit else self._clusters
-        self._names = None if is_audit else map_stored_array(run.plan_folder / "names.npy")
+        self._groups = _groups(run, self._clusters)
+        names = run.plan_folder / "names.npy"
+        self._names = map_stored_array(names) if self._settings.labels == "find" else None
         self._doubtful = doubtful_similarity(run.config)
         self._key = make_speaker_key(run.config.matched_key)
         with open_stored(run.product("voices.embed/unusable")) as stream:
@@ -194,7 +197,7 @@ class VoicesProcessor(Processor):
             if found and self._settings.action == "reject":
                 reject = RejectRecord(found[0]["finding"], _sentence(found[0]))
             if reject is not None:
-                rejects.append(Reject(self._stage, reject.reason, reject.detail, utterance.public_record()))
+                rejects.append(Reject(VoicesStage.kind, reject.reason, reject.detail, utterance.public_record()))
                 continue
             if self._name(utterance, found, int(compared.nearest[row])):
                 moved.append(len(rows))
@@ -216,8 +219,6 @@ class VoicesProcessor(Processor):
             "nearer": int((similarities[:, 0] >= similarities[:, 1]).sum()),
         }
         return Output(files=files, num_out=len(kept), rejects=rejects, stats=stats)
-
-    _stage: Final = VoicesStage.kind
 
     def _judge(self, utterance: Utterance, similarities: np.ndarray, nearest: int) -> list[dict[str, Any]]:
         """Return the findings about a clip, in the form of the lines of ``labels.jsonl``."""

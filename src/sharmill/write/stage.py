@@ -23,7 +23,7 @@ from sharmill.engine.unit import Commit, Output, Totals, Unit, add_up, make_unit
 from sharmill.errors import ConfigError, RejectRecord
 from sharmill.files.arrays import map_stored_array, save_array
 from sharmill.files.staging import Staging
-from sharmill.manifest import CLIPPED_KEYS, CONTEXT_KEYS, Reject, Segment, Utterance, read_lines_at
+from sharmill.manifest import CLIPPED_KEYS, CONTEXT_KEYS, Reject, Segment, Utterance, read_utterances_at
 from sharmill.shar.dataset import ShardedDataset
 from sharmill.shar.fields import BASE_FIELDS, CONTEXT_AUDIO, CUTS, TARGET_AUDIO, base_fields
 from sharmill.shar.histograms import CutMeasures, cut_values, sound_values
@@ -275,7 +275,7 @@ class WriteProcessor(Processor):
 
     def _read(self, unit: Unit) -> list[Utterance]:
         offsets = self._offsets[unit.params["start"] : unit.params["stop"]]
-        utterances = [Utterance.from_json(line) for line in read_lines_at(self._manifest, offsets)]
+        utterances = read_utterances_at(self._manifest, offsets)
         for utterance in utterances if not self._has_contexts else ():
             # A source may provide contexts, but they do not belong in a dataset without contexts.
             utterance.custom = {key: value for key, value in utterance.custom.items() if key not in CONTEXT_KEYS}
